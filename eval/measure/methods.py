@@ -23,7 +23,7 @@ from ...models.drafters.graphed import graphed
 from ...models.drafters.merged import MergedConfig
 from ...models.drafters.saved.loading import LoadedDrafter
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
-from ...models.drafters.streaming_merge import READS_INNER_LAYERS, streaming_drafter
+from ...models.drafters.streaming_merge import streaming_drafter
 from ...models.llm.graphed_rule import rule_beside
 from ...models.llm.hf_target import HFTarget
 from ..config import SYNCHRONOUS, EvalConfig
@@ -170,8 +170,6 @@ def _as_part(parts: DrafterParts, setting: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_options(spec: MethodSpec, *, several: bool) -> None:
     """Raise ValueError for options that the drafter doesn't have, and that can't be measured."""
-    if spec.pipelined:
-        require_streaming(spec.parts)
     try:
         configs = spec.parts.configs(spec.setting or {})
     except ValueError as error:
@@ -285,16 +283,6 @@ def methods_by_place(
         place: [baseline, *(methods[name] for name, spec in specs.items() if spec.places is None or place in spec.places)]
         for place in product(config.temperatures, config.batch_sizes)
     }
-
-
-def require_streaming(parts: DrafterParts) -> None:
-    """Raise ValueError for kinds of drafters that can't draft while the target reads.
-
-    `streaming_drafter` raises it too, after the weights are loaded.
-    """
-    for part in parts.parts:
-        if hasattr(part.config({}), "feature_layers"):
-            raise ValueError(READS_INNER_LAYERS.format(part.name))
 
 
 def pipelined_loop(drafter: Drafter[Any, Any]) -> Loop:

@@ -18,6 +18,7 @@ from .draft_model import DraftModel
 from .eagle import Eagle
 from .eagle3 import Eagle3
 from .medusa import Medusa
+from .merged import MergedConfig
 from .prompt_lookup import PromptLookup
 from .recycling import Recycling
 from .redrafter import Redrafter
@@ -69,6 +70,19 @@ def checked_options(kind: str, config_class: type[Any], options: Mapping[str, An
         return config_class(**options)
     except ValidationError as error:
         raise ValueError("\n".join(problems_of(error, section))) from None
+
+
+def own_options(setting: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a setting changes of the drafter itself: with a `pace` it drafts as a merge of one.
+
+    Raises ValueError for wrong options of the merge.
+    """
+    if "pace" not in setting:
+        return {**setting}
+    names = {field.name for field in fields(MergedConfig)}
+    of_merge = {name: value for name, value in setting.items() if name in names}
+    checked_options("merge", MergedConfig, of_merge, section="drafter")
+    return {name: value for name, value in setting.items() if name not in names}
 
 
 @dataclass(frozen=True, kw_only=True)

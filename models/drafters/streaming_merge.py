@@ -36,10 +36,6 @@ MAX_ASKED = 4
 """Most leaves below which one pass asks training-free drafters, if they have nothing to propose."""
 LEAST_ASKED = 0.05
 """Training-free drafters aren't asked below less likely leaves."""
-READS_INNER_LAYERS = (
-    "{} reads what enters inner layers of the target, which are in other processes: it can't draft while the target reads. "
-    "Choose a draft model, a ReDrafter, training-free drafters or a merge of these, or decode step by step"
-)
 
 
 @dataclass(slots=True)
@@ -156,7 +152,11 @@ def streaming_drafter(drafter: Drafter[Any, Any]) -> StreamingDrafter[Any]:
         sources, counts = {type(drafter).__name__: drafter}, {}
     for name, source in sources.items():
         if source.feature_layers:
-            raise ValueError(READS_INNER_LAYERS.format(name))
+            raise ValueError(
+                f"{name} reads what enters inner layers of the target, which are in other processes: it can't draft while the "
+                "target reads. Choose a draft model, a ReDrafter, training-free drafters or a merge of these, or "
+                "decode step by step"
+            )
     merge = MergeSources(sources, max_nodes=MAX_NODES, grows=True)
     merge.counts = counts
     return StreamingMerge(merge)

@@ -217,7 +217,7 @@ def test_drafting_while_a_pass_waits_changes_no_text(pair, monkeypatch):
     monkeypatch.setattr(WeightFiles, "read", slowly)
     before = stream_of(both.streamed).stats
     drafter = both.drafter("itself growing", both.streamed)
-    drafter.drafting.clock = lambda: 0.0  # on a loaded machine a draft pass may take longer than the wait
+    drafter.clock = lambda: 0.0  # on a loaded machine a draft pass may take longer than the wait
     expected, _ = answers(both.memory, NullDrafter(), PROMPTS[:1], "greedy")
     actual, num_accepted = answers(both.streamed, drafter, PROMPTS[:1], "greedy")
     stats = stream_of(both.streamed).stats - before

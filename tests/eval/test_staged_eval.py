@@ -10,7 +10,6 @@ import pytest
 from outrider.eval.certify import samples
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.run import evaluate
-from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.saved.parts import parse_drafter_name
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
@@ -123,12 +122,3 @@ def test_a_loop_without_stages_is_an_error_before_prompts_are_read(tiny_target_d
     command = [name, "--target", str(tiny_target_dir), "--drafter", "suffix", "--suite", "no_such_suite"]
     message = invoke([*command, "--decode", "pipelined"]).message
     assert "decode is pipelined, which needs a target in stages" in message
-
-
-def test_kinds_that_need_the_targets_answer_are_refused_before_the_target_is_loaded(
-    command: list[str], tiny_target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_drafter(build_drafter(parse_drafter({"kind": "medusa"}), tiny_target), tmp_path / "medusa", tiny_target.identity)
-    monkeypatch.setattr("outrider.models.llm.loading.load_target", pytest.fail)
-    result = invoke(["eval", *command, "--drafter", str(tmp_path / "medusa"), "--decode", "pipelined"])
-    assert "it can't draft while the target reads" in result.message

@@ -117,8 +117,8 @@ class Simulation:
         state = MergedState(sources=states, texts=(MergedText(counts=self.counts),), num_accepted=(self.num_accepted,))
         draft = MergedDraft(state=state, last_token=torch.zeros(1, dtype=torch.long), last_tokens=[0], proposals=[[]])
         pacer = drafter._pacer(1)
+        step = PacedStep(pacer=pacer, started=started)
         if drafter.config.pace == "expected":
-            step = PacedStep(pacer=pacer, started=started)
             num_nodes = drafter._paced(draft, step)
         else:
             drafter.merge.ask(draft, 0)

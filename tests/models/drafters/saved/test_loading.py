@@ -12,6 +12,7 @@ import torch
 
 from outrider.data.files import write_json
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
+from outrider.models.drafters.merged import MergedDrafter
 from outrider.models.drafters.saved.build import require_unaltered, shape_digest
 from outrider.models.drafters.saved.download import resolve_drafter
 from outrider.models.drafters.saved.folder import (
@@ -78,6 +79,15 @@ def test_options_that_are_gone_are_ignored_in_saved_drafters_unless_they_change_
         add(**{name: value})
         with pytest.raises(ValueError, match=f"the drafter redrafter has no option {name}"):
             load_drafter(saved, target)
+
+
+def test_a_draft_model_that_was_saved_with_a_pace_loads_without_it(target, tmp_path):
+    folder = tmp_path / "drafter"
+    save_drafter(build_drafter(parse_drafter({"kind": "draft_model", "num_layers": 1}), target), folder, target.identity)
+    config = read_drafter_config(folder)
+    write_json(folder / "config.json", asdict(replace(config, drafter={**config.drafter, "pace": "expected"})))
+    assert not hasattr(load_drafter(folder, target).config, "pace")
+    assert isinstance(load_drafter(folder, target, pace="expected"), MergedDrafter)
 
 
 def test_the_drafter_that_ships_is_unaltered():
