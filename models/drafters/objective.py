@@ -90,10 +90,10 @@ def score(
     loss off the text.
     """
     known, teacher = labels.known, make_teacher(batch, objective, vocabulary)
-    columns = [column.flatten(0, 1) for column in (labels.tokens, labels.text_index, *inputs)]
 
     def rows_at(index: Int[torch.Tensor, " label"]) -> LabelRows:
-        tokens, text, *rows = (column.index_select(0, index) for column in columns)
+        columns = (labels.tokens, labels.text_index, *inputs)
+        tokens, text, *rows = (column.flatten(0, 1).index_select(0, index) for column in columns)
         output, inside = vocabulary.outputs(tokens)
         return LabelRows(output, inside, text, tuple(rows))
 
