@@ -130,7 +130,7 @@ def collate(
     `max_positions`, `generator` (on the CPU) samples that many of them. Padding is `pad_id`,
     UNKNOWN, zeros, and log-probabilities of minus infinity. `reads` selects the tensors of the
     target in the batch; every example must have them. States stay in the stored type until
-    `DrafterBatch.decoded`. The batch has the index tensors of its loss.
+    `DrafterBatch.decoded`.
     """
     assert labels in LABELS, labels
     # 1. Labels, and the positions that have one.
@@ -155,7 +155,7 @@ def collate(
         top_tokens=layout.place([top.tokens for top in tops], UNKNOWN) if tops else None,
         top_log_probs=layout.place([top.log_probs for top in tops], -math.inf) if tops else None,
         starts=layout.starts() if packing else None,
-    ).indexed()
+    )
 
 
 def _stored_states(examples: list[DistilledExample], layout: Layout, reads: TargetReads) -> BatchStates | None:

@@ -7,14 +7,14 @@ tokens after a position), `node` (draft tokens of a tree), `depth`, `vocab`, `hi
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from .bundles import Move, move_to
-from .label_arrays import UNKNOWN as UNKNOWN
-from .label_arrays import BatchIndexes, HostBatch
+from .bundles import Move
 from .states import BatchStates, StoredStates
+
+UNKNOWN = -1
+"""Label of an unknown token: beyond the end of the text, after a stop token, or not requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +104,7 @@ class DrafterBatch:
     target's or the stored type, and are None if neither shards nor trainer provide them. `stored` are
     states of the shards that aren't decoded yet: see `decoded`. `top_tokens` and `top_log_probs` are those of
     `TopTokens`, padded. `starts` is the column where each token's text begins in packed rows
-    (padding counts as a text); None if each row holds one text. `host` has a copy of
-    what decides which labels there are, and `indexes` the index tensors of the loss; `on_host` and
-    `label_indexes` return them, or make them.
+    (padding counts as a text); None if each row holds one text.
     """
 
     input_ids: Int[torch.Tensor, "batch seq"]
@@ -119,43 +117,6 @@ class DrafterBatch:
     top_tokens: Int[torch.Tensor, "batch seq top"] | None = None
     top_log_probs: Float[torch.Tensor, "batch seq top"] | None = None
     starts: Int[torch.Tensor, "batch seq"] | None = None
-    host: HostBatch | None = None
-    indexes: BatchIndexes | None = None
-
-    @property
-    def on_host(self) -> HostBatch:
-        """What decides which labels there are: `host`, or read from the device.
-
-        It is read, which waits for the device, if `host` belongs to other positions.
-        """
-        if self.host is not None and self.host.of_positions is self.positions:
-            return self.host
-        starts, top = self.starts, self.top_tokens
-        return HostBatch(
-            of_positions=self.positions,
-            input_ids=self.input_ids.cpu().numpy(),
-            attention_mask=self.attention_mask.cpu().numpy(),
-            positions=self.positions.cpu().numpy(),
-            continuations=self.continuations.cpu().numpy(),
-            starts=None if starts is None else starts.cpu().numpy(),
-            has_top=None if top is None else (top[..., 0] != UNKNOWN).cpu().numpy(),
-        )
-
-    @property
-    def label_indexes(self) -> BatchIndexes:
-        """The index tensors of the loss: `indexes`, or new ones if they belong to other positions.
-
-        Only a replacement of `positions` is noticed: whoever replaces other labels also sets `host` and
-        `indexes` to None. New ones are computed at each access (see `indexed`).
-        """
-        if self.indexes is not None and self.indexes.of_positions is self.positions:
-            return self.indexes
-        return BatchIndexes.of(self.on_host).moved(move_to(self.positions.device), self.positions)
-
-    def indexed(self) -> "DrafterBatch":
-        """Return the batch with `host` and `indexes`, so that its loss never waits."""
-        batch = replace(self, host=self.on_host)
-        return replace(batch, indexes=batch.label_indexes)
 
     def to(self, device: torch.device) -> "DrafterBatch":
         """Move the tensors to `device`. From pinned memory, the host doesn't wait for that."""
@@ -166,18 +127,9 @@ class DrafterBatch:
         return self._with(torch.Tensor.pin_memory)
 
     def _with(self, move: Move) -> "DrafterBatch":
-        apart = ("host", "indexes", "stored")
-        tensors = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in apart}
-        moved = {name: move(tensor) for name, tensor in tensors.items() if tensor is not None}
-        host, positions = self.on_host, moved["positions"]
-        indexes = replace(self, host=host).label_indexes
-        return replace(
-            self,
-            **moved,
-            stored=None if self.stored is None else self.stored.moved(move),
-            host=replace(host, of_positions=positions),
-            indexes=indexes.moved(move, positions),
-        )
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        moved = {name: move(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return replace(self, **moved, stored=None if self.stored is None else self.stored.moved(move))
 
     def decoded(self) -> "DrafterBatch":
         """Return the batch with its stored states decoded and padded, on their device."""
@@ -188,11 +140,6 @@ class DrafterBatch:
         return replace(
             self, hidden_states=stored.padded(last, shape), features=stored.padded(stored.layers, shape), stored=None
         )
-
-    def at(self, positions: Bool[np.ndarray, "batch seq"]) -> "DrafterBatch":
-        """Return the same texts with other positions to train."""
-        tensor = move_to(self.positions.device)(torch.from_numpy(positions))
-        return replace(self, positions=tensor, host=replace(self.on_host, of_positions=tensor, positions=positions)).indexed()
 
     @property
     def position_ids(self) -> Int[torch.Tensor, "rows seq"]:

@@ -24,6 +24,7 @@ from ..data.manifest import Manifest
 from ..data.shards import read_shard
 from ..data.types import TOKENS_ONLY, UNKNOWN, DistilledExample, DrafterBatch, TargetReads
 from ..models.drafters.base import TrainableDrafter
+from ..models.drafters.labels import known_labels
 from ..models.drafters.objective import Objective
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.tensor_parallel import turns
@@ -156,12 +157,8 @@ def epoch_order(
 
 
 def label_counts(batch: DrafterBatch) -> Int[torch.Tensor, " depth"]:
-    """Count the positions with a label, by depth, as `Loss.counts` does.
-
-    The first token of a continuation is the one that the target has already chosen; the draft
-    begins after it. A label counts if all tokens before it are known too.
-    """
-    return torch.from_numpy(batch.label_indexes.labels.known.sum(0))
+    """Count the positions with a label, by depth, as `Loss.counts` does."""
+    return known_labels(batch.continuations[batch.positions]).sum(0)
 
 
 def count_label_tokens(shards_dir: Path, manifest: Manifest, vocab_size: int) -> Int[torch.Tensor, " vocab"]:

@@ -4,12 +4,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from ..data.bundles import to_device
+from ..data.bundles import move_to
 from ..data.types import DrafterBatch
 from ..models.drafters.objective import Loss
 from .batches import derived_seed, label_counts, with_hidden_states
@@ -99,9 +98,8 @@ def _accumulate_gradients(training: Training, batches: Sequence[DrafterBatch]) -
 def _count(batches: Sequence[DrafterBatch], device: torch.device) -> list[torch.Tensor]:
     """Count the labels by depth of this process's micro-batches, and what `Meter.add_step` adds up."""
     labels = torch.stack([label_counts(batch) for batch in batches]).sum(0)
-    positions = sum(int(batch.on_host.positions.sum()) for batch in batches)
-    tokens = sum(int(batch.on_host.attention_mask.sum()) for batch in batches)
-    return [to_device(values, device) for values in (labels.numpy(), np.array([positions, tokens]))]
+    seen = torch.stack([torch.stack([batch.positions.sum(), batch.attention_mask.sum()]) for batch in batches]).sum(0)
+    return [move_to(device)(counts) for counts in (labels, seen)]
 
 
 def _sum_over_processes(loss: Loss | None, accelerator: Accelerator) -> Loss:

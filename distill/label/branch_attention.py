@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...data.bundles import Bundle, move_to
+from ...data.bundles import to_device
 from ...models.llm.split_attention import attention, has_kernel, prepare_mask
 
 IMPLEMENTATION = "outrider_branch"
@@ -74,15 +74,13 @@ class BranchCache:
         self.own_values: list[list[torch.Tensor]] = [[] for _ in text_values]
         self._place(rows, positions)
 
-    def _place(self, rows: Int[np.ndarray, " branch"], positions: Int[np.ndarray, " branch"], **others: np.ndarray) -> Any:
-        """Store the branches' places, here and on the device. Returns `others` as tensors, from the same copy."""
-        arrays = Bundle.of({"rows": rows, "positions": positions, **others})
-        tensors = arrays.moved(move_to(self.text_keys[0].device)).tensors()
+    def _place(self, rows: Int[np.ndarray, " branch"], positions: Int[np.ndarray, " branch"]) -> None:
+        """Store the branches' places, here and on the device."""
+        device = self.text_keys[0].device
         self.host_rows, self.host_positions = rows, positions
-        self.rows, self.positions = tensors.pop("rows"), tensors.pop("positions")
+        self.rows, self.positions = to_device(rows, device), to_device(positions, device)
         self.segments = make_segments(rows, positions, self.positions, self.text_keys[0].dtype)
         self._masks: dict[tuple[int, ...], list[torch.Tensor]] = {}
-        return tensors
 
     @property
     def num_steps(self) -> int:
@@ -94,7 +92,8 @@ class BranchCache:
 
     def keep(self, kept: Int[np.ndarray, " kept"]) -> Int[torch.Tensor, " kept"]:
         """Drop all branches except those at the ascending indexes `kept`; return these on the device."""
-        moved = self._place(self.host_rows[kept], self.host_positions[kept], kept=kept)["kept"]
+        self._place(self.host_rows[kept], self.host_positions[kept])
+        moved = to_device(kept, self.rows.device)
         for per_layer in (self.own_keys, self.own_values):
             for per_step in per_layer:
                 per_step[:] = [tensor[moved] for tensor in per_step]

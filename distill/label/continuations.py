@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from transformers import DynamicCache, PreTrainedModel
 
-from ...data.bundles import Bundle, move_to, to_device
+from ...data.bundles import move_to, to_device
 from ...data.types import UNKNOWN
 from ...models.decoding.sampling import Sampling, warp
 from ...models.llm.hf_target import HFTarget
@@ -192,8 +192,9 @@ class Places:
     @classmethod
     def of(cls, marked: Bool[np.ndarray, "batch seq"], device: torch.device) -> "Places":
         rows, columns = marked.nonzero()
-        arrays = {"index": np.flatnonzero(marked), "rows": rows, "columns": columns}
-        return cls(**Bundle.of(arrays).moved(move_to(device)).tensors())
+        return cls(
+            index=to_device(np.flatnonzero(marked), device), rows=to_device(rows, device), columns=to_device(columns, device)
+        )
 
 
 def _decode_branches(

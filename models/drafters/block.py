@@ -244,8 +244,7 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
         tokens = labels.previous.clamp(min=0)
         hidden = self.of_tokens(self.read_blocks(batch, tokens[:, 0]), tokens.shape[1])
         states = self.correction.states(tokens, self.embed)
-        inputs = labels.take(hidden), labels.take(states)
-        loss = score(self.logits, inputs, labels, batch, objective, vocabulary=self.vocabulary)
+        loss = score(self.logits, (hidden, states), labels, batch, objective, vocabulary=self.vocabulary)
         return loss.decayed(objective)
 
     def read_blocks(

@@ -49,12 +49,22 @@ class Branches:
     @classmethod
     def of(cls, batch: DrafterBatch) -> "Branches":
         """Return a branch for each of the batch's positions, in their order."""
-        tensors = batch.label_indexes.bundle.tensors()
+        # 1. Where the positions are, and the most of any row. The host waits for both.
+        row, column = batch.positions.nonzero(as_tuple=True)
+        count = batch.positions.sum(1)
+        num_branches = int(count.max())
+        # 2. The branches of each row, the padding after them.
+        before = batch.positions.cumsum(1)[row, column] - 1  # branches before this one in its row
+        index = row * num_branches + before
+
+        def padded(values: Int[torch.Tensor, " position"]) -> Int[torch.Tensor, "batch branch"]:
+            return values.new_zeros(len(count) * num_branches).index_copy(0, index, values).view(len(count), num_branches)
+
         return cls(
-            columns=tensors["columns"],
-            starts=tensors.get("starts"),
-            index=tensors["branch_index"],
-            tokens=tensors["positions"],
+            columns=padded(column),
+            starts=None if batch.starts is None else padded(batch.starts[row, column]),
+            index=index,
+            tokens=row * batch.input_ids.shape[1] + column,
             text_starts=batch.starts,
             num_columns=batch.input_ids.shape[1],
         )

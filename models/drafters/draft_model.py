@@ -221,7 +221,7 @@ class DraftModel(CachedDrafter):
         )
         # 3. Score the branches' outputs.
         outputs = states[:, seq:].unflatten(1, (num_depths, num_branches)).transpose(1, 2)
-        inputs = labels.take(branches.collect(outputs))
+        inputs = branches.collect(outputs)
         vocabulary = DraftVocabulary(size=self.reader.vocab_size)
         return score(self.reader.head, (inputs,), labels, batch, objective, vocabulary=vocabulary)
 

@@ -12,7 +12,6 @@ ranks in every text, and EAGLE-2's the most probable nodes. Here it is EAGLE-2's
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import nn
@@ -106,18 +105,17 @@ class Eagle(FeatureDrafter):
         sums = CLASSIFICATION_WEIGHT * loss.sums + regression
         # 4. Counts of the untrained depths.
         if all_labels.tokens.shape[1] > len(sums):
-            loss = self._with_untrained_depths(loss, batch, text, objective)
+            loss = self._with_untrained_depths(loss, batch, text)
         return replace(loss, sums=sums)
 
     @torch.no_grad()
-    def _with_untrained_depths(self, loss: Loss, batch: DrafterBatch, text: TextEntries, objective: Objective) -> Loss:
+    def _with_untrained_depths(self, loss: Loss, batch: DrafterBatch, text: TextEntries) -> Loss:
         """Return the loss with counts and hits of the untrained depths added."""
         if self.training:
-            positions = np.zeros_like(batch.on_host.positions)
-            positions.flat[np.flatnonzero(batch.on_host.positions)[::MEASURED_EVERY]] = True
-            batch = batch.at(positions)
+            before = batch.positions.flatten().cumsum(0).view_as(batch.positions) - 1
+            batch = replace(batch, positions=batch.positions & (before % MEASURED_EVERY == 0))
         labels, num_trained = Labels.of(batch), len(loss.sums)
-        measured = self._score(labels, self.unroll(batch, labels, text), batch, objective, trained_depths=0)
+        measured = self._score(labels, self.unroll(batch, labels, text), batch, Objective())
         deeper = {name: getattr(measured, name)[num_trained:] for name in ("counts", "hits", "joint_hits")}
         return replace(loss, **{name: torch.cat([getattr(loss, name), values]) for name, values in deeper.items()})
 
@@ -127,7 +125,5 @@ class Eagle(FeatureDrafter):
         outputs: Float[torch.Tensor, "position depth hidden"],
         batch: DrafterBatch,
         objective: Objective,
-        trained_depths: int | None = None,
     ) -> Loss:
-        rows = (labels.take(outputs),)
-        return score(self.logits, rows, labels, batch, objective, vocabulary=self.vocabulary, trained_depths=trained_depths)
+        return score(self.logits, (outputs,), labels, batch, objective, vocabulary=self.vocabulary)

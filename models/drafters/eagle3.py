@@ -97,5 +97,5 @@ class Eagle3(FusedLayers, ReducedVocabulary, FeatureDrafter):
         """Return the objective at all depths, weighted by powers of LOSS_DECAY (section 3.2)."""
         labels = Labels.of(batch)
         outputs = self.unroll(batch, labels, self.read_text(batch, self.target_features(batch)))
-        loss = score(self.logits, (labels.take(outputs),), labels, batch, objective, vocabulary=self.vocabulary)
+        loss = score(self.logits, (outputs,), labels, batch, objective, vocabulary=self.vocabulary)
         return loss.decayed(objective)

@@ -1,46 +1,22 @@
-"""The labelled draft tokens of a batch: which there are, and where."""
+"""The labels of a batch: the target's tokens that a drafter learns to draft."""
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 
-from ...data.bundles import Bundle, move_to
-from ...data.label_arrays import HostLabels
-from ...data.types import DrafterBatch
+from ...data.types import UNKNOWN, DrafterBatch
 from .losses import DPACE_FLOOR
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnownLabels:
-    """Which labels are known, on the host and on the device.
-
-    The fields of a `Labels` may be replaced. So this has the `known` that it belongs to.
-    """
-
-    of_known: Bool[torch.Tensor, "position depth"]
-    host: HostLabels
-    index: Int[torch.Tensor, " label"]
-    """Index of each known label among all position x depth."""
-    depth: Int[torch.Tensor, " label"]
-    """Depth of each known label."""
-
-    @classmethod
-    def of(cls, known: Bool[torch.Tensor, "position depth"], host: HostLabels) -> "KnownLabels":
-        """Copy the host's indexes to the device of `known`."""
-        bundle = Bundle.of({"index": host.index, "depth": host.depth})
-        return cls(of_known=known, host=host, **bundle.moved(move_to(known.device)).tensors())
-
-
-@dataclass(frozen=True, kw_only=True)
 class Labels:
-    """The labelled draft tokens of a batch: `tokens[n, d]` at position n and depth d.
+    """The labels of a batch: `tokens[n, d]` at position n and depth d, where `known[n, d]`.
 
-    `known` marks those that exist. `previous[n, d]` is the token before it, which the drafter
-    reads; at depth 0 the target has already chosen it. `text_index[n, d]` is the index of that
-    token in the text, among all batch x seq tokens. `on_text` marks where the continuation has
-    followed the text so far; there the target's state in the text is also that of the continuation.
+    `previous[n, d]` is the token before it, which the drafter reads; at depth 0 the target has
+    already chosen it. `text_index[n, d]` is the index of that token in the text, among all batch x
+    seq tokens. `on_text` marks where the continuation has followed the text so far; there the
+    target's state in the text is also that of the continuation.
     """
 
     previous: Int[torch.Tensor, "position depth"]
@@ -50,47 +26,37 @@ class Labels:
     on_text: Bool[torch.Tensor, "position depth"]
     positions: Int[torch.Tensor, " position"]
     """Index of each position's token among all batch x seq tokens."""
-    made: KnownLabels | None = None
-    """The known labels, if they were made with the batch: see `known_labels`."""
 
     @classmethod
     def of(cls, batch: DrafterBatch) -> "Labels":
-        """Return the labels at the batch's positions, from its index tensors.
+        """Return the labels at the batch's positions. The host waits for their number.
 
         Raises ValueError if they leave nothing to draft.
         """
-        if batch.continuations.shape[2] < 2:
-            raise ValueError(
-                f"labels of {batch.continuations.shape[2]} token leave nothing to draft; distil with distill.horizon of at "
-                "least 2"
-            )
-        indexes = batch.label_indexes
-        tensors = indexes.bundle.tensors()
-        names = ("previous", "tokens", "known", "text_index", "on_text", "positions")
+        # 1. The continuations at the labelled positions.
+        seq, horizon = batch.input_ids.shape[1], batch.continuations.shape[2]
+        if horizon < 2:
+            raise ValueError(f"labels of {horizon} token leave nothing to draft; distil with distill.horizon of at least 2")
+        positions = batch.positions.flatten().nonzero().squeeze(1)
+        continuations = batch.continuations.flatten(0, 1)[positions]
+        previous = continuations[:, :-1]
+        # 2. Where in the texts the tokens `previous` are, if the texts contain them.
+        own_column = positions % seq
+        column = own_column[:, None] + torch.arange(1, horizon, device=positions.device)
+        text_index = (positions - own_column)[:, None] + column.clamp(max=seq - 1)
+        in_text = batch.attention_mask.flatten()[text_index] & (column < seq)
+        if batch.starts is not None:  # packed rows: the next token may belong to another text
+            starts = batch.starts.flatten()
+            in_text &= starts[text_index] == starts[positions][:, None]
+        follows_text = in_text & (batch.input_ids.flatten()[text_index] == previous)
+        # 3. A continuation is on the text up to the first difference.
         return cls(
-            **{name: tensors[name] for name in names},
-            made=KnownLabels(of_known=tensors["known"], host=indexes.labels, index=tensors["index"], depth=tensors["depth"]),
-        )
-
-    @cached_property
-    def known_labels(self) -> KnownLabels:
-        """The known labels: made with the batch, or else read from the device."""
-        if self.made is not None and self.made.of_known is self.known:
-            return self.made
-        arrays = {name: getattr(self, name).cpu().numpy() for name in ("known", "text_index", "on_text")}
-        return KnownLabels.of(self.known, HostLabels(**arrays))
-
-    def take(self, values: Shaped[torch.Tensor, "position depth *rest"]) -> Shaped[torch.Tensor, "label *rest"]:
-        """Return the values of the known labels, by position."""
-        return values.flatten(0, 1).index_select(0, self.known_labels.index)
-
-    def spread(self, values: Shaped[torch.Tensor, " label"], empty: int) -> Shaped[torch.Tensor, "position depth"]:
-        """Return values of the known labels by position and depth; `empty` where there is no label."""
-        return (
-            torch.full_like(self.known, empty, dtype=values.dtype)
-            .flatten()
-            .index_copy(0, self.known_labels.index, values)
-            .view_as(self.known)
+            previous=previous,
+            tokens=continuations[:, 1:],
+            known=known_labels(continuations),
+            text_index=text_index,
+            on_text=follows_text.cumprod(1).bool(),
+            positions=positions,
         )
 
     def at_positions(self, values: Shaped[torch.Tensor, "batch seq *rest"]) -> Shaped[torch.Tensor, "position *rest"]:
@@ -99,18 +65,16 @@ class Labels:
 
     def first(self, num_depths: int) -> "Labels":
         """Return the labels of the first `num_depths` depths."""
-        if num_depths >= self.known.shape[1]:
-            return self
-        known = self.known[:, :num_depths]
-        return Labels(
-            previous=self.previous[:, :num_depths],
-            tokens=self.tokens[:, :num_depths],
-            known=known,
-            text_index=self.text_index[:, :num_depths],
-            on_text=self.on_text[:, :num_depths],
-            positions=self.positions,
-            made=KnownLabels.of(known, self.known_labels.host.first(num_depths)),
-        )
+        names = ("previous", "tokens", "known", "text_index", "on_text")
+        return replace(self, **{name: getattr(self, name)[:, :num_depths] for name in names})
+
+
+def known_labels(continuations: Int[torch.Tensor, "position horizon"]) -> Bool[torch.Tensor, "position depth"]:
+    """Mark the labels that exist, which are the tokens after the first one and before an unknown one.
+
+    The target has already chosen the first token of a continuation; the draft begins after it.
+    """
+    return (continuations != UNKNOWN).cumprod(1).bool()[:, 1:]
 
 
 def dpace_weights(

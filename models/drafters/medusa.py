@@ -17,12 +17,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import nn
 
-from ...data.bundles import Bundle, move_to
 from ...data.types import DrafterBatch
 from ..decoding.sampling import Randomness
 from ..decoding.types import NO_NODE
@@ -171,16 +169,15 @@ class Medusa(LastStateDrafter):
         return torch.stack([head(state) for head, state in zip(heads, states.unbind(1), strict=True)], dim=1)
 
     def _logits_of(
-        self, states: Float[torch.Tensor, "label hidden"], index: Int[np.ndarray, " label"]
+        self, states: Float[torch.Tensor, "label hidden"], head: Int[torch.Tensor, " label"]
     ) -> Float[torch.Tensor, "label vocab"]:
-        """Return the logits of mixed rows: head `index[n]` reads state n. The index is on the host."""
+        """Return the logits of mixed rows: head `head[n]` reads state n. The host waits for their numbers."""
         heads = self.heads
         if len(heads) == 1:
             return heads[0](states)
-        order, sizes = index.argsort(kind="stable"), np.bincount(index, minlength=len(heads)).tolist()
-        moved = Bundle.of({"order": order, "back": order.argsort()}).moved(move_to(states.device)).tensors()
-        parts = states[moved["order"]].split(sizes)
-        return torch.cat([head(part) for head, part in zip(heads, parts, strict=True)])[moved["back"]]
+        order, sizes = head.argsort(stable=True), head.bincount(minlength=len(heads)).tolist()
+        parts = states[order].split(sizes)
+        return torch.cat([layer(part) for layer, part in zip(heads, parts, strict=True)])[order.argsort()]
 
     # --- training
 
@@ -195,9 +192,9 @@ class Medusa(LastStateDrafter):
         self.require_horizon(self.config, labels.tokens.shape[1] + 1)
         labels = labels.first(num_heads)
         states = self.states(labels.at_positions(batch.hidden_states))
-        inputs = labels.take(states), labels.known_labels.host.depth
+        heads = torch.arange(num_heads, device=states.device).expand(len(states), -1)
         vocabulary = DraftVocabulary(size=self.vocab_size)
-        loss = score(self._logits_of, inputs, labels, batch, objective, vocabulary=vocabulary)
+        loss = score(self._logits_of, (states, heads), labels, batch, objective, vocabulary=vocabulary)
         return loss.decayed(objective)
 
 

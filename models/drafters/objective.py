@@ -4,13 +4,13 @@ Losses are computed in chunks of labels and recomputed for the gradient, so memo
 labels x vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ...data.types import DrafterBatch
 from .labels import Labels, dpace_weights
-from .loss_parts import TINY, Column, LossParts, Part, Teacher, TextTokens, TopTeacher, chunks
 from .losses import LossKind
+from .teachers import TINY, Teacher, TopTeacher
 from .vocabulary import DraftVocabulary
 
 LOSS_DECAY = 0.8
@@ -76,46 +76,60 @@ class Objective:
 
 def score(
     predict: Callable[..., Float[torch.Tensor, "label output"]],
-    inputs: tuple[Column, ...],
+    inputs: tuple[Shaped[torch.Tensor, "position depth *_"], ...],
     labels: Labels,
     batch: DrafterBatch,
     objective: Objective,
     *,
     vocabulary: DraftVocabulary,
-    trained_depths: int | None = None,
 ) -> Loss:
-    """Compute the loss of a drafter from `inputs`, one row per known label, by position.
+    """Compute the loss of a drafter from `inputs` at every position and depth.
 
-    `predict` computes the logits of such rows. Arrays among them stay on the host. A label outside a
-    reduced vocabulary counts as a miss. It adds nothing to the sums if the label is the teacher: in the cross-entropy, and in
-    every loss off the text. Depths from `trained_depths` on have no sums, only counts and hits.
+    `predict` computes the logits of rows of them. A label outside a reduced vocabulary counts as a
+    miss. It adds nothing to the sums if the label is the teacher: in the cross-entropy, and in every
+    loss off the text.
     """
-    # 1. Divide the labels, so only those with a teacher cost its computation. The parts don't depend
-    # on the labels: every process runs the same modules, and every parameter has a gradient.
-    known, num_depths = labels.known, labels.known.shape[1]
-    teacher = make_teacher(batch, objective, vocabulary)
-    parts = LossParts.of(labels, None if teacher is None else teacher.knows, trained_depths)
-    rows = LabelRows(*vocabulary.outputs(labels.take(labels.tokens)), None, inputs)
-    # 2. Evaluate each part.
-    losses = [per_label_loss(partial(against_label, predict), rows.take(parts.alone), vocabulary.num_outputs)]
-    if teacher is not None and parts.taught is not None:
+    known, teacher = labels.known, make_teacher(batch, objective, vocabulary)
+
+    def rows_at(index: Int[torch.Tensor, " label"]) -> LabelRows:
+        columns = (labels.tokens, labels.text_index, *inputs)
+        tokens, text, *rows = (column.flatten(0, 1).index_select(0, index) for column in columns)
+        output, inside = vocabulary.outputs(tokens)
+        return LabelRows(output, inside, text, tuple(rows))
+
+    # 1. Labels without a teacher, and with one: only those cost its computation. Both are evaluated,
+    # however few: every process runs the same modules, and every parameter has a gradient.
+    taught = torch.zeros_like(known) if teacher is None else known & labels.on_text & teacher.knows(labels.text_index)
+    indexes = [places(known & ~taught)]
+    losses = [per_label_loss(partial(against_label, predict), rows_at(indexes[0]), vocabulary.num_outputs)]
+    if teacher is not None:
+        index = places(taught)
+        # In the order of the text, where labels after the same token are neighbours.
+        indexes.append(index[labels.text_index.flatten()[index].argsort(stable=True)])
         evaluate = partial(against_teacher, predict, teacher, objective.loss)
-        losses.append(per_label_loss(evaluate, rows.take(parts.taught), teacher.num_columns))
-    if parts.untrained is not None:
-        losses.append(per_label_loss(partial(rank_only, predict), rows.take(parts.untrained), vocabulary.num_outputs))
-    # 3. Restore the order of the labels, and sum the losses by depth.
-    loss = parts.in_order([loss_of(values, objective.loss) for values in losses])
-    ranks = labels.spread(parts.in_order([values.rank for values in losses]), HIT_RANKS)
+        losses.append(per_label_loss(evaluate, rows_at(indexes[1]), teacher.num_columns))
+
+    # 2. By position and depth, and summed by depth.
+    def spread(values: Sequence[torch.Tensor], empty: int) -> Shaped[torch.Tensor, "position depth"]:
+        """Return values of all labels at their places; `empty` where there is no label."""
+        whole = torch.full_like(known, empty, dtype=values[0].dtype).flatten()
+        return whole.index_copy(0, torch.cat(indexes), torch.cat(list(values))).view_as(known)
+
+    by_label, log_prob, ranks = zip(*losses, strict=True)
+    loss, rank = spread(by_label, 0), spread(ranks, HIT_RANKS)
     if objective.weights == "dpace":
-        log_prob = parts.in_order([values.log_prob for values in losses])
-        loss = loss * labels.take(dpace_weights(labels.spread(log_prob.to(loss.dtype), 0), known))
-    sums = torch.zeros(num_depths, device=loss.device, dtype=loss.dtype)
+        loss = loss * dpace_weights(spread(log_prob, 0), known)
     return Loss(
-        sums=sums.index_add(0, labels.known_labels.depth, loss)[:trained_depths],
+        sums=loss.sum(0),
         counts=known.sum(0),
-        hits=(ranks[:, :, None] <= torch.arange(HIT_RANKS, device=known.device)).sum(0),
-        joint_hits=(ranks == 0).cumprod(1).sum(0),
+        hits=(rank[:, :, None] <= torch.arange(HIT_RANKS, device=known.device)).sum(0),
+        joint_hits=(rank == 0).cumprod(1).sum(0),
     )
+
+
+def places(mask: Bool[torch.Tensor, "position depth"]) -> Int[torch.Tensor, " label"]:
+    """Return the indexes of the marked labels among all position x depth. The host waits for their number."""
+    return mask.flatten().nonzero().squeeze(1)
 
 
 class LabelRows(NamedTuple):
@@ -125,94 +139,56 @@ class LabelRows(NamedTuple):
     """Index of the label among the drafter's outputs; arbitrary if it isn't among them."""
     inside: Bool[torch.Tensor, " label"]
     """Whether the drafter's vocabulary has the label."""
-    text: TextTokens | None
-    """Tokens of the text, for labels with a teacher."""
-    inputs: tuple[Column, ...]
-    """Arguments of `predict`, one row per label."""
-
-    def take(self, part: Part) -> "LabelRows":
-        """Return the rows of a part, in its order."""
-        if part.index is None:
-            return self
-        inputs = tuple(part.of(column) for column in self.inputs)
-        return LabelRows(self.output[part.index], self.inside[part.index], part.text, inputs)
+    text: Int[torch.Tensor, " label"]
+    """Index of the token of the text after which the label follows, for a teacher."""
+    inputs: tuple[Shaped[torch.Tensor, "label *_"], ...]
+    """Arguments of `predict`."""
 
     def split(self, size: int) -> "list[LabelRows]":
         """Return chunks of `size` rows."""
-        outputs, insides = self.output.split(size), self.inside.split(size)
-        texts = [None] * len(outputs) if self.text is None else self.text.split(size)
-        inputs = zip(*(chunks(column, size) for column in self.inputs), strict=True)
-        return [LabelRows(*rows) for rows in zip(outputs, insides, texts, inputs, strict=True)]
+        columns = [column.split(size) for column in (self.output, self.inside, self.text, *self.inputs)]
+        return [LabelRows(output, inside, text, tuple(rows)) for output, inside, text, *rows in zip(*columns, strict=True)]
 
 
 class LabelLoss(NamedTuple):
-    """Parts of each label's loss, for `loss_of`, and the label's rank."""
+    """The loss of each label, and how well the drafter predicts it."""
 
-    cross_entropy: Float[torch.Tensor, " label"]
-    """-log q(label). It and the next two are arbitrary where the loss doesn't read them."""
-    kl: Float[torch.Tensor, " label"]
-    """KL from the teacher; the cross-entropy if the label is the teacher."""
-    overlap: Float[torch.Tensor, " label"]
-    """sum min(p, q)"""
+    loss: Float[torch.Tensor, " label"]
+    log_prob: Float[torch.Tensor, " label"]
+    """log q(label), without a gradient; minus infinity for a label outside the vocabulary."""
     rank: Int[torch.Tensor, " label"]
     """Number of outputs more probable than the label; HIT_RANKS for a label outside the
     vocabulary."""
-    log_prob: Float[torch.Tensor, " label"]
-    """log q(label), without a gradient; minus infinity for a label outside the vocabulary, 0 for
-    one that isn't trained on."""
-
-
-def loss_of(values: LabelLoss, kind: LossKind) -> Float[torch.Tensor, " label"]:
-    """Return the loss of each label: see `LossKind`."""
-    if kind is not LossKind.kl_acceptance:
-        simple: torch.Tensor = getattr(values, kind.value)
-        return simple
-    share = values.overlap.detach()
-    return share * -values.overlap.clamp(min=TINY).log() + (1 - share) * values.kl
 
 
 def against_label(predict: Callable[..., torch.Tensor], rows: LabelRows) -> LabelLoss:
-    """Compare the drafter with the label, as if p were one-hot."""
+    """Compare the drafter with the label: p is one-hot, so every loss is -log q(label).
+
+    The overlap is q(label), and its weights add up to 1. A label outside the vocabulary adds nothing.
+    """
     logits, rank = logits_and_rank(predict, rows)
-    entropy = F.cross_entropy(logits, rows.output, reduction="none") * rows.inside
-    # The overlap is q(label), or 1 if the label is outside, so such a label adds nothing to any
-    # loss.
-    return LabelLoss(entropy, entropy, entropy.neg().exp(), rank, log_prob_of(entropy.detach().neg(), rows))
+    entropy = F.cross_entropy(logits, rows.output, reduction="none")
+    return LabelLoss(entropy * rows.inside, entropy.detach().neg().where(rows.inside, -torch.inf), rank)
 
 
 def against_teacher(
-    predict: Callable[..., torch.Tensor], teacher: Teacher | TopTeacher, loss: LossKind, rows: LabelRows
+    predict: Callable[..., torch.Tensor], teacher: Teacher | TopTeacher, kind: LossKind, rows: LabelRows
 ) -> LabelLoss:
-    """Compare the drafter with the target's distribution; compute the fields that the loss reads.
+    """Compare the drafter with the target's distribution: see `LossKind`.
 
     Divergences use p restricted to a reduced vocabulary and normalised.
     """
     logits, rank = logits_and_rank(predict, rows)
     log_probs = logits.log_softmax(1)
-    assert rows.text is not None, "these labels have a teacher"
     p, log_q = teacher.outcomes(rows.text, log_probs)
     inside_p = p / p.sum(1, keepdim=True).clamp(min=TINY) if teacher.reduced else p
-    # Each field costs one or two more tensors of all logits, and memory for their gradient.
-    label_log_prob = log_probs.detach().gather(1, rows.output[:, None])[:, 0]
-    kl = F.kl_div(log_q, inside_p, reduction="none").sum(1)
-    is_read = loss is LossKind.kl_acceptance
-    overlap = torch.minimum(p, log_q.exp()).sum(1) if is_read else torch.zeros_like(label_log_prob)
-    entropy = -label_log_prob * rows.inside
-    return LabelLoss(entropy, kl, overlap, rank, log_prob_of(label_log_prob.detach(), rows))
-
-
-def log_prob_of(values: Float[torch.Tensor, " label"], rows: LabelRows) -> Float[torch.Tensor, " label"]:
-    """Return the labels' log-probabilities, given those of the labels in the vocabulary."""
-    return values.where(rows.inside, -torch.inf)
-
-
-@torch.no_grad()
-def rank_only(predict: Callable[..., torch.Tensor], rows: LabelRows) -> LabelLoss:
-    """Compute only the rank, for a label that isn't trained on."""
-    _, rank = logits_and_rank(predict, rows)
-    zeros = torch.zeros_like(rank, dtype=torch.float)
-    # An overlap of 1 is no loss.
-    return LabelLoss(zeros, zeros, torch.ones_like(zeros), rank, zeros)
+    loss = F.kl_div(log_q, inside_p, reduction="none").sum(1)
+    if kind is LossKind.kl_acceptance:
+        overlap = torch.minimum(p, log_q.exp()).sum(1)
+        share = overlap.detach()
+        loss = share * -overlap.clamp(min=TINY).log() + (1 - share) * loss
+    log_prob = log_probs.detach().gather(1, rows.output[:, None])[:, 0]
+    return LabelLoss(loss, log_prob.where(rows.inside, -torch.inf), rank)
 
 
 def logits_and_rank(

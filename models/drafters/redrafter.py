@@ -175,7 +175,7 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
         for depth in range(1, labels.tokens.shape[1]):
             states.append(self.next_state(states[-1], embeddings[:, depth]))
         hidden = labels.at_positions(batch.hidden_states)[:, None].expand(-1, labels.tokens.shape[1], -1)
-        inputs = labels.take(hidden), labels.take(torch.stack(states, dim=1))
+        inputs = hidden, torch.stack(states, dim=1)
         return score(self.logits, inputs, labels, batch, objective, vocabulary=self.vocabulary)
 
     def has_unused_parameters(self, horizon: int) -> bool:

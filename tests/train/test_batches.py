@@ -41,8 +41,6 @@ def test_batches_made_ahead_are_the_same_and_end_with_the_training(shards_dir: P
         for ours, theirs in zip(ahead.batches(step), plain.batches(step), strict=True):
             for name in ("input_ids", "positions", "continuations"):
                 assert torch.equal(getattr(ours, name), getattr(theirs, name)), (step, name)
-            assert ours.host is not None
-            assert (ours.host.positions == ours.positions.numpy()).all()
     assert ahead._next is not None
     assert ahead._next[0] == 2
     ahead.batches(3)

@@ -42,15 +42,15 @@ def trained(num_chunks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Ten
     """Return loss, the head's gradient and the operators on tensors of its shape."""
     torch.manual_seed(0)
     head, states = nn.Linear(WIDTH, VOCAB, bias=False), torch.randn(NUM_LABELS, WIDTH, requires_grad=True)
-    inside = torch.ones(NUM_LABELS, dtype=torch.bool)
-    rows = LabelRows(torch.randint(VOCAB, (NUM_LABELS,)), inside, None, (states,))
+    inside, text = torch.ones(NUM_LABELS, dtype=torch.bool), torch.zeros(NUM_LABELS, dtype=torch.long)
+    rows = LabelRows(torch.randint(VOCAB, (NUM_LABELS,)), inside, text, (states,))
     monkeypatch.setattr(objective_module, "max_chunk", lambda device: NUM_LABELS // num_chunks * VOCAB)
     with OperatorsOfHead() as operators:
         with torch.autocast("cpu", torch.bfloat16):
             losses = per_label_loss(partial(against_label, head), rows, VOCAB)
-        losses.cross_entropy.sum().backward()
+        losses.loss.sum().backward()
     assert head.weight.grad is not None
-    return losses.cross_entropy.detach(), head.weight.grad, operators.counts
+    return losses.loss.detach(), head.weight.grad, operators.counts
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 4, 8])

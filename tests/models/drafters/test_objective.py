@@ -44,7 +44,7 @@ def heads() -> tuple[nn.Linear, nn.Linear]:
 
 
 def drafter_rows(labels: Labels) -> torch.Tensor:
-    return torch.randn(int(labels.known.sum()), WIDTH, generator=torch.Generator().manual_seed(2))
+    return torch.randn(*labels.known.shape, WIDTH, generator=torch.Generator().manual_seed(2))
 
 
 def slow_loss(kind: LossKind, q: list[float], p: list[float] | None, label_q: float) -> float:
@@ -65,6 +65,7 @@ def test_losses_equal_those_of_a_loop_over_the_labels(kind, weights, heads):
     rows = drafter_rows(labels)
     objective = Objective(loss=kind, weights=weights, head=target_head)
     actual = score(head, (rows,), labels, batch, objective, vocabulary=DraftVocabulary(size=VOCAB))
+    rows = rows[labels.known]
 
     entries, row = [], 0  # depth, q, p, label, weight
     for (text, position), tokens in sorted(CONTINUATIONS.items()):
@@ -122,7 +123,7 @@ def test_the_gradient_is_that_of_a_dense_formula(kind, vocabulary, heads):
     head, rows = nn.Linear(WIDTH, outputs.num_outputs), drafter_rows(labels).requires_grad_()
     score(head, (rows,), labels, batch, Objective(loss=kind, head=target_head), vocabulary=outputs).sums.sum().backward()
 
-    slow_rows = rows.detach().to(torch_dtype).requires_grad_()
+    slow_rows = rows.detach()[labels.known].to(torch_dtype).requires_grad_()
     weight, bias = (tensor.detach().to(torch_dtype).requires_grad_() for tensor in (head.weight, head.bias))
     total, row, num_with_teacher = torch.zeros((), dtype=torch_dtype), 0, 0
     for (text, position), tokens in sorted(CONTINUATIONS.items()):
@@ -137,10 +138,11 @@ def test_the_gradient_is_that_of_a_dense_formula(kind, vocabulary, heads):
             num_with_teacher += follows
             total = total + dense_loss(kind, q, p, label, inside)
     assert num_with_teacher == 5
-    assert row == len(rows) > 5, "labels without a teacher too"
+    assert row == len(slow_rows) > 5, "labels without a teacher too"
     total.backward()
-    for actual, expected in ((rows, slow_rows), (head.weight, weight), (head.bias, bias)):
-        torch.testing.assert_close(actual.grad.to(torch_dtype), expected.grad, rtol=1e-4, atol=1e-5)
+    assert not rows.grad[~labels.known].any()
+    for actual, expected in ((rows.grad[labels.known], slow_rows), (head.weight.grad, weight), (head.bias.grad, bias)):
+        torch.testing.assert_close(actual.to(torch_dtype), expected.grad, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", LossKind)
@@ -198,15 +200,11 @@ def test_a_loss_does_not_depend_on_how_a_step_is_split(kind, weights, heads):
     rows = drafter_rows(labels)
     objective, vocabulary = Objective(loss=kind, weights=weights, head=target_head), DraftVocabulary(size=VOCAB)
     whole = score(head, (rows,), labels, batch, objective, vocabulary=vocabulary).sums
-    parts, start = torch.zeros(3), 0
+    parts = torch.zeros(3)
     for position in range(len(labels.tokens)):
-        part = Labels(
-            **{name: getattr(labels, name)[position : position + 1] for name in Labels.__dataclass_fields__ if name != "made"}
-        )
-        count = int(part.known.sum())
-        parts += score(head, (rows[start : start + count],), part, batch, objective, vocabulary=vocabulary).sums
-        start += count
-    assert start == len(rows)
+        of_part = slice(position, position + 1)
+        part = Labels(**{name: getattr(labels, name)[of_part] for name in Labels.__dataclass_fields__})
+        parts += score(head, (rows[of_part],), part, batch, objective, vocabulary=vocabulary).sums
     torch.testing.assert_close(parts, whole)
 
 
@@ -237,12 +235,12 @@ def test_a_label_outside_the_draft_vocabulary_adds_no_loss_as_a_teacher(kind, te
     outside = [token for token in range(VOCAB) if token not in {1, 4, 5}]
     vocabulary = DraftVocabulary(size=VOCAB, tokens=torch.tensor(outside))
     head, rows = nn.Linear(WIDTH, len(outside)), drafter_rows(labels)
-    off_text = replace(labels, on_text=torch.zeros_like(labels.on_text), made=None)
+    off_text = replace(labels, on_text=torch.zeros_like(labels.on_text))
     objective = Objective(loss=kind, head=target_head, teacher=teacher)
     hidden = torch.isin(labels.tokens, torch.tensor([1, 4, 5])) & labels.known
     assert 0 < hidden.sum() < labels.known.sum()
     losses = [
-        score(head, (rows[kept[labels.known]],), replace(off_text, known=kept), teacher_batch, objective, vocabulary=vocabulary)
+        score(head, (rows,), replace(off_text, known=kept), teacher_batch, objective, vocabulary=vocabulary)
         for kept in (labels.known, labels.known & ~hidden)
     ]
     torch.testing.assert_close(losses[0].sums, losses[1].sums)
@@ -256,7 +254,7 @@ def test_of_equal_logits_only_the_first_is_a_hit(heads):
     """
     batch = make_batch()
     labels = Labels.of(batch)
-    tied = torch.zeros(int(labels.known.sum()), VOCAB, dtype=torch.bfloat16)
+    tied = torch.zeros(*labels.known.shape, VOCAB, dtype=torch.bfloat16)
     loss = score(lambda rows: rows, (tied,), labels, batch, Objective(), vocabulary=DraftVocabulary(size=VOCAB))
     tokens = labels.tokens[labels.known].tolist()
     assert loss.hits.sum(0).tolist() == [sum(token <= rank for token in tokens) for rank in range(10)]
@@ -274,23 +272,6 @@ def test_the_targets_head_is_applied_once_to_each_token_of_the_text(heads):
     on_text = labels.on_text & labels.known
     met = labels.text_index[on_text].tolist()
     assert sum(num_rows) == len(set(met)) < len(met) < int(labels.known.sum())
-
-
-def test_untrained_depths_are_counted_but_have_no_loss(heads):
-    target_head, head = heads
-    batch = make_batch()
-    labels = Labels.of(batch)
-    rows = drafter_rows(labels).requires_grad_()
-    objective, vocabulary = Objective(loss=LossKind.kl_acceptance, head=target_head), DraftVocabulary(size=VOCAB)
-    whole = score(head, (rows,), labels, batch, objective, vocabulary=vocabulary)
-    first = score(head, (rows,), labels, batch, objective, vocabulary=vocabulary, trained_depths=1)
-    torch.testing.assert_close(first.sums, whole.sums[:1])
-    for name in ("counts", "hits", "joint_hits"):
-        assert torch.equal(getattr(first, name), getattr(whole, name)), name
-    first.sums.sum().backward()
-    depth = torch.arange(labels.known.shape[1]).expand_as(labels.known)[labels.known]
-    assert rows.grad[depth == 0].any(1).all()
-    assert not rows.grad[depth > 0].any()
 
 
 def with_top(batch: DrafterBatch, target_head: nn.Linear, k: int) -> DrafterBatch:
@@ -336,12 +317,12 @@ def test_the_top_k_teacher_treats_all_other_tokens_as_one_outcome(kind, heads):
         objective = Objective(loss=kind, head=target_head, teacher=teacher)
         return score(head, (rows,), labels, teacher_batch, objective, vocabulary=DraftVocabulary(size=VOCAB)).sums.tolist()
 
-    sums, row = [0.0] * 3, 0
+    known_rows, sums, row = rows[labels.known], [0.0] * 3, 0
     for (text, position), tokens in sorted(CONTINUATIONS.items()):
         for depth in range(3):
             if UNKNOWN in tokens[: depth + 2]:
                 break
-            q, row = head(rows[row]).softmax(0).detach(), row + 1
+            q, row = head(known_rows[row]).softmax(0).detach(), row + 1
             label_q = q[tokens[depth + 1]].item()
             if TEXT[text][position + 1 : position + 2 + depth] == tokens[: depth + 1]:
                 p = target_head(HIDDEN[text, position + 1 + depth]).softmax(0)
@@ -366,8 +347,8 @@ def test_a_drafter_certain_of_the_top_k_tokens_has_a_finite_gradient(kind, heads
     batch = make_batch()
     labels = Labels.of(batch)
     teacher_batch = with_top(batch, target_head, 2)
-    logits = torch.full((int(labels.known.sum()), VOCAB), -100.0)
-    logits.scatter_(1, teacher_batch.top_tokens.flatten(0, 1)[labels.text_index[labels.known]].long().clamp(min=0), 100.0)
+    logits = torch.full((*labels.known.shape, VOCAB), -100.0)
+    logits.scatter_(2, teacher_batch.top_tokens.flatten(0, 1)[labels.text_index].long().clamp(min=0), 100.0)
     logits.requires_grad_()
     objective = Objective(loss=kind, teacher="top_k")
     loss = score(lambda rows: rows, (logits,), labels, teacher_batch, objective, vocabulary=DraftVocabulary(size=VOCAB))
