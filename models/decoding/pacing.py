@@ -63,8 +63,8 @@ that asking in vain takes a few hundredths of the time; the more often in vain, 
 MAX_READS = 8
 """Most nodes that a pass of a growing model reads. So few take about the time of one: reading the weights."""
 READ_BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
-"""Bounds of the probability of the nodes that a pass reads: the less likely they are, the smaller the
-share of it that their children gain."""
+"""Bounds of the sum of the probabilities of the nodes that a pass reads, averaged over rows: the less
+likely the nodes are, the smaller the share of it that their children gain."""
 MAX_SKIPPED = 160
 """Most steps for which a source isn't asked: what it cost may have been a stall."""
 TRUST_WEIGHT = 4.0
@@ -401,6 +401,8 @@ class Pacer:
             self.gains = [gains.copy() for gains in like.gains]
             self._trials = [*like._trials]
             self.mean = TokenRate(BORROWED_WEIGHT * like.mean.tokens, BORROWED_WEIGHT * like.mean.seconds)
+        self._read_seconds = 0.0
+        """What this step's passes of growing models usually take."""
         self._floors: tuple[float, list[float]] | None = None
 
     @property
@@ -458,11 +460,12 @@ class Pacer:
         self, group: int, probs: Sequence[Sequence[float]], seconds: float, before: Sequence[float], after: Sequence[float]
     ) -> None:
         """Learn from such a pass, given the expected tokens."""
+        self._read_seconds += self.reads[group].seconds.table[max(map(len, probs))] or seconds
         tokens, node_seconds = self.added(before, after)
         self.reads[group].add(probs, seconds, tokens - self.rate * node_seconds)
 
     def longest_read(self, group: int) -> float:
-        """Return the seconds of a growing model's pass that reads most nodes."""
+        """Return the seconds of a growing model's pass that reads most nodes; 0 before the first pass."""
         return self.reads[group].seconds.table[-1]
 
     def width(self, gains: Sequence[float]) -> int:
@@ -485,7 +488,8 @@ class Pacer:
         if self._trials:
             trial = self._trials.pop()
             if num_nodes < trial:  # there are no larger trees to try
-                self._trials = [width for width in self._trials if width == trial]
+                self._trials = [width for width in self._trials if width <= trial]
             return
-        draft_seconds = min(draft_seconds, STALL * sum(cost.median for cost in self.draft))
+        usual_draft, self._read_seconds = sum(cost.median for cost in self.draft) + self._read_seconds, 0.0
+        draft_seconds = min(draft_seconds, STALL * usual_draft)
         self.mean.add(tokens, expected, draft_seconds + min(verify_seconds, STALL * usual_seconds))

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 BIN_BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 """Bounds of the bins of probabilities."""
-NUM_BINS = len(BIN_BOUNDS) + 1
 MAX_DEPTH = 4
 """Deeper draft tokens are counted as if they were at this depth."""
 MAX_SOURCES = 8

@@ -1,8 +1,8 @@
 """A draft model that reads nodes of a growing tree, and whose keys and values outlive a step.
 
-Elsewhere a draft model searches anew at each step. Here a merge (see `merged`) says which nodes are read: those
-that are likeliest, whichever source has proposed them. Each read node gets the model's likeliest
-next tokens as children. After the step, the part below the accepted path and the bonus token is kept
+Without growing, a draft model searches from scratch in each step. Here a merge (see `merge_sources`) says
+which nodes are read: those that are likeliest, whichever source has proposed them. Each read node
+gets the model's likeliest next tokens as children. After the step, the part below the accepted path and the bonus token is kept
 with its keys and values, which depend on tokens and positions alone (LLMCad, arXiv 2309.04255,
 section 3.4, keeps a branch that was right in the same way).
 
@@ -34,7 +34,7 @@ LEAST_PROB = 0.001
 MAX_ENTRIES = 512
 """Most nodes of a tree whose keys and values the draft model's cache holds, besides the text's.
 
-The target gains from fewer; a tree that grows through a long pass would fill any memory."""
+A tree that keeps growing from step to step would fill any memory."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,10 +77,8 @@ class GrowingModel:
     def __init__(self, drafter: DraftModel) -> None:
         self.drafter, self.reader = drafter, drafter.reader
 
-    feature_layers = ()
-
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> GrowingText:
-        """Return the state after the prompts without their last tokens."""
+        """Return the state after the prompts without their last tokens. Raises ValueError for a prompt that is too long."""
         cache = self.drafter.read_prompts(prompts, max_new_tokens=max_new_tokens, max_nodes=MAX_ENTRIES)
         return GrowingText(cache=cache, rows=[GrowingRow(tokens=[token]) for token in prompts.last(prompts.input_ids).tolist()])
 
@@ -157,7 +155,7 @@ class GrowingModel:
         for row, nodes in zip(state.rows, reads, strict=True):
             for entry, node in enumerate(nodes, first):
                 row.tree.mark_read(node, entry)
-            # A row that reads fewer nodes reads its first one again: no query sees a difference.
+            # A row that reads fewer nodes fills its entries up with node 0: no query sees a difference.
             row.order += [*nodes, *[0] * (width - len(nodes))]
         roots = torch.tensor([row.tokens[0] for row in state.rows], device=self.reader.device)
         links = [row.tree.links(row.order) for row in state.rows]

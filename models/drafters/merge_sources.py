@@ -37,7 +37,7 @@ Source = TrainableDrafter | TrainingFreeDrafter
 
 @dataclass(slots=True, kw_only=True)
 class MergedText:
-    """What a merge knows of one row's text."""
+    """What a merge knows of one row's text. It changes as the text goes on."""
 
     counts: OutcomeCounts
     """The calibration of this text."""
@@ -55,6 +55,7 @@ class MergedState:
     """The states of the sources, and what each row's text has shown."""
 
     sources: tuple[Any, ...]
+    """The state of each source."""
     texts: tuple[MergedText, ...]
     num_accepted: tuple[int, ...]
     """Accepted draft tokens of the last step."""
@@ -74,7 +75,8 @@ class MergedDraft:
     proposals: list[list[Proposals]]
     """The candidates so far, by row."""
     grown: dict[int, list[Proposals]] = field(default_factory=dict)
-    """Those of the growing models, by the model's index; a node has the same number in its tree."""
+    """Those of the growing models, by the model's index; a node has the same number in the
+    model's own tree."""
     rows: tuple[MergedRow, ...] = ()
     """The merged trees."""
 
@@ -190,7 +192,7 @@ class MergeSources:
         return draft
 
     def ask(self, draft: MergedDraft, index: int) -> None:
-        """Let a source draft; of a growing model this is a pass that reads the root."""
+        """Let a source draft; of a growing model this is a pass that reads the root. Raises ValueError for NaN."""
         source, state = self.parts[index], draft.state.sources[index]
         if index in draft.grown:
             self.read(draft, index, [[NO_NODE]] * len(draft.rows))
@@ -205,24 +207,27 @@ class MergeSources:
             if row_candidates.tokens:
                 row.append(Proposals(index, row_candidates))
 
-    def read(self, draft: MergedDraft, index: int, reads: Sequence[Sequence[int]]) -> None:
+    def read(self, draft: MergedDraft, index: int, reads: Sequence[Sequence[int]]) -> bool:
         """Let a growing model read some nodes of each row's merged tree; NO_NODE is the root.
 
-        Nodes that other sources have proposed join the model's tree.
+        Nodes that other sources have proposed join the model's tree. Returns whether it took a pass:
+        nodes that the model has read below an earlier root need none. Raises ValueError for NaN.
         """
         part: GrowingText = draft.state.sources[index]
         numbers = [
             [number for node in nodes if (number := _number(row, merged, proposals, node)) is not None]
             for row, merged, proposals, nodes in zip(part.rows, draft.rows, draft.grown[index], reads, strict=True)
         ]
-        if any(numbers):
+        takes_pass = any(numbers)
+        if takes_pass:
             self.parts[index].read(part, numbers)
         self._take_nodes(draft, index)
+        return takes_pass
 
     def unread(self, draft: MergedDraft, index: int, most: int = MAX_READS) -> list[list[int]]:
         """Return each row's nodes that a growing model may read next, the likeliest first.
 
-        The model has read their parents. They are `most` at most, and none if its cache has no room.
+        The model has read their parents. Each row has at most `most`, and none if the cache has no room.
         """
         part: GrowingText = draft.state.sources[index]
         if not part.is_rooted:
@@ -243,8 +248,8 @@ class MergeSources:
             found.append(nodes)
         return found
 
-    def merge(self, draft: MergedDraft, floors: Sequence[float] | None = None) -> None:
-        """Merge the candidates so far, row by row."""
+    def rank(self, draft: MergedDraft, floors: Sequence[float] | None = None) -> None:
+        """Merge the candidates so far, row by row, into the likeliest nodes."""
         draft.rows = tuple(
             grow(proposals, text.counts, self.max_nodes, floors)
             for proposals, text in zip(draft.proposals, draft.state.texts, strict=True)

@@ -38,9 +38,9 @@ from .merging import MergedRow
 PACES = ("expected", "fixed")
 
 EXPECTED_BOUNDS = (0.1, 0.3, 0.6, 1.0, 1.5, 2.5)
-"""Bounds of what the sources asked before expect, in draft tokens: gains are counted by it."""
+"""Bounds of what the groups before are expected to gain, in draft tokens: bins of mean gains."""
 ACCEPTED_BOUNDS = (0.5, 1.5, 3.5)
-"""Bounds of the draft tokens accepted in the step before: gains are counted by it, too."""
+"""Bounds of the draft tokens accepted in the step before: bins of mean gains, too."""
 DEPTH_STEP = 8
 """Trees of few sizes have a multiple of this as the bound of their depth."""
 
@@ -59,13 +59,13 @@ class MergedConfig:
 
 
 class Asked(NamedTuple):
-    """A group of sources that was asked, and the tree that there would have been without it."""
+    """A group of sources that has drafted, and the tree before that: without its candidates of this step."""
 
     group: int
     rows: tuple[MergedRow, ...]
     num_nodes: int
     expected: float
-    """Tokens that the group is expected to add to the step."""
+    """Tokens that the group is expected to add to the step, scaled by the share that came so far."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,15 +78,17 @@ class PacedStep:
     asked: list[Asked] = field(default_factory=list)
     """The groups of sources that were asked, in order."""
     expected: float = 1.0
-    """Tokens that the step is expected to emit in each row."""
-    drafted_at: float = 0.0
-    """The clock when the tree was begun: its size costs time from here on."""
+    """Tokens that the step is expected to emit in each row, before scaling."""
+    verify_started: float = 0.0
+    """The clock after drafting: from here on the size of the tree costs time."""
 
     def learn(self, tree: DraftTree, accepted: AcceptedPath, now: float) -> None:
         """Learn what the step took and gained."""
         num_accepted = accepted.num_accepted.host
         tokens = 1 + sum(num_accepted) / len(num_accepted)
-        self.pacer.add_step(tree.num_nodes, tokens, self.expected, self.drafted_at - self.started, now - self.drafted_at)
+        self.pacer.add_step(
+            tree.num_nodes, tokens, self.expected, self.verify_started - self.started, now - self.verify_started
+        )
         learn_gains(self.pacer, self.asked, accepted.new_tokens, num_accepted)
 
 
@@ -173,13 +175,13 @@ class MergedDrafter(Drafter[MergedState, MergedProposal]):
         if self.config.pace == "fixed":
             for index in range(len(self.sources)):
                 self.merge.ask(draft, index)
-            self.merge.merge(draft)
+            self.merge.rank(draft)
             return self._tree(draft.rows, self.max_nodes, last_token.device), MergedProposal(draft, None)
         step = PacedStep(pacer=self._pacer(len(last_tokens)), started=started)
         num_nodes = self._paced(draft, step)
         expected = expected_tokens(draft.rows)
         step.expected = expected[min(num_nodes, len(expected) - 1)]
-        step.drafted_at = self.clock()
+        step.verify_started = self.clock()
         return self._tree(draft.rows, num_nodes, last_token.device), MergedProposal(draft, step)
 
     def meanwhile(self, drafted: MergedProposal) -> Meanwhile | None:
@@ -205,7 +207,7 @@ class MergedDrafter(Drafter[MergedState, MergedProposal]):
         """
         pacer = step.pacer
         floors = None if pacer.is_trial else pacer.floors()
-        self.merge.merge(draft, floors)
+        self.merge.rank(draft, floors)
         gains = pacer.trusted(expected_tokens(draft.rows))
         accepted = bisect(ACCEPTED_BOUNDS, sum(draft.state.num_accepted) / len(draft.last_tokens))
         for group, indexes in enumerate(self._groups):
@@ -215,11 +217,12 @@ class MergedDrafter(Drafter[MergedState, MergedProposal]):
                 situation = (accepted, bisect(EXPECTED_BOUNDS, gains[-1] - 1))
                 if not pacer.is_trial and not pacer.is_worth(group, situation):
                     continue
-                # 2. Merge its candidates; a growing model reads the root.
+                # 2. Merge its candidates. A growing model reads the root: no further pass gains as much, so
+                # this one decides whether it is worth its time.
                 started = self.clock()
                 for index in indexes:
                     self.merge.ask(draft, index)
-                self.merge.merge(draft, floors)
+                self.merge.rank(draft, floors)
                 gains = pacer.trusted(expected_tokens(draft.rows))
                 pacer.add_draft(group, self.clock() - started)
                 # 3. Learn what it is expected to add.
@@ -232,7 +235,7 @@ class MergedDrafter(Drafter[MergedState, MergedProposal]):
         return pacer.width(gains)
 
     def _has_root(self, draft: MergedDraft, index: int) -> bool:
-        """Return whether a growing model has read the last token already: its tree is what the last step has left."""
+        """Return whether a growing model has read the last token already: as a draft token, or with a long unread text."""
         return index in draft.grown and draft.state.sources[index].is_rooted
 
     def _grow(self, draft: MergedDraft, group: int, pacer: Pacer, floors: Sequence[float] | None) -> list[float]:
@@ -247,12 +250,13 @@ class MergedDrafter(Drafter[MergedState, MergedProposal]):
                 break
             # 2. Read them.
             before, started = gains, self.clock()
-            self.merge.read(draft, index, [row[:count] for row in reads])
+            takes_pass = self.merge.read(draft, index, [row[:count] for row in reads])
+            self.merge.rank(draft, floors)
             seconds = self.clock() - started
-            self.merge.merge(draft, floors)
             gains = pacer.trusted(expected_tokens(draft.rows))
-            # 3. Learn what that took, and what the children add.
-            pacer.add_read(group, [row[:count] for row in probs], seconds, before, gains)
+            # 3. Learn what a pass took, and what the children add.
+            if takes_pass:
+                pacer.add_read(group, [row[:count] for row in probs], seconds, before, gains)
         return gains
 
     def _grow_on(self, draft: MergedDraft, seconds: float) -> bool:
@@ -262,7 +266,7 @@ class MergedDrafter(Drafter[MergedState, MergedProposal]):
             nodes = [node for node in nodes if draft.rows[0].prob(node) >= LEAST_PROB]
             if nodes and self._pacer(1).longest_read(self._groups.index([index])) <= seconds:
                 self.merge.read(draft, index, [nodes])
-                self.merge.merge(draft)
+                self.merge.rank(draft)
                 return True
         return False
 

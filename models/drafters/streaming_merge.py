@@ -1,8 +1,9 @@
 """A merged tree that grows while the target reads parts of it, in a pipeline of stages.
 
 It is the tree of `merged`, but nothing is paced: a pass of the drafters costs no time of the target.
-At first all sources propose below the last token. Then each call of `grow` extends the tree where it
-is likeliest: training-free drafters propose below its leaves, and growing models read its nodes.
+At first training-free drafters propose below the last token. Then each call of `grow` extends the tree
+where it is likeliest: trained drafters search once, training-free ones propose below its leaves, and
+growing models read its nodes.
 
 The tree is a function of the text and of what the drafter has learned; it never reads random numbers.
 So the tokens are those of plain decoding, whenever the target's answers arrive.
@@ -26,7 +27,7 @@ from .merging import MergedRow, Proposals
 MAX_NODES = 256
 """Most nodes of a tree."""
 LEAST_PROB = 0.01
-"""Less likely nodes aren't read: they are hardly ever sent to the target."""
+"""Less likely nodes aren't in the tree, nor read: they are hardly ever sent to the target."""
 LEAST_SHARE = 0.3
 """A pass reads nodes that have at least this share of the likeliest one's probability.
 
@@ -95,7 +96,7 @@ class StreamingMerge(StreamingDrafter[StreamingDraft]):
         return opened
 
     def _merge(self, state: StreamingDraft) -> None:
-        self.merge.merge(state.draft, FLOORS)
+        self.merge.rank(state.draft, FLOORS)
         (row,) = state.draft.rows
         state.tree = row.tree()
 
@@ -148,7 +149,8 @@ def streaming_drafter(drafter: Drafter[Any, Any]) -> StreamingDrafter[Any]:
     if isinstance(drafter, MergedDrafter):
         sources, counts = drafter.sources, drafter.merge.counts
     else:
-        assert isinstance(drafter, Source)
+        if not isinstance(drafter, Source):
+            raise ValueError(f"{type(drafter).__name__} can't draft while the target reads; set target.cuda_graphs to false")
         sources, counts = {type(drafter).__name__: drafter}, {}
     for name, source in sources.items():
         if source.feature_layers:

@@ -36,10 +36,10 @@ class ConfidenceMerge(MergedDrafter):
 
     def _paced(self, draft: MergedDraft, step: PacedStep) -> int:
         (index,) = draft.grown
-        self.merge.merge(draft)
+        self.merge.rank(draft)
         while any(reads := self._reads(draft, index, self.alpha)):
             self.merge.read(draft, index, reads)
-            self.merge.merge(draft)
+            self.merge.rank(draft)
         draft.rows = tuple(of_nodes(row, branch_nodes(row.tree())) for row in draft.rows)
         return self.max_nodes
 
@@ -48,7 +48,7 @@ class ConfidenceMerge(MergedDrafter):
         (nodes,) = self._reads(draft, index, LEAST_PROB)
         if nodes:
             self.merge.read(draft, index, [nodes])
-            self.merge.merge(draft)
+            self.merge.rank(draft)
         return bool(nodes)
 
     def _reads(self, draft: MergedDraft, index: int, least: float) -> list[list[int]]:

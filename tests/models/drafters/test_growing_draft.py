@@ -17,7 +17,7 @@ from outrider.models.decoding.types import NO_NODE, TargetOutput
 from outrider.models.drafters import NullDrafter, make_training_free
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.growing_draft import MAX_CHILDREN, MAX_ENTRIES, GrowingModel
-from outrider.models.drafters.merge_sources import MergedDraft
+from outrider.models.drafters.merge_sources import MergedDraft, MergeSources
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.llm.hf_target import HFTarget
@@ -44,7 +44,7 @@ class Steady(MergedDrafter):
         merge = self.merge
         for index in [*merge.free, *merge.searching]:
             merge.ask(draft, index)
-        merge.merge(draft)
+        merge.rank(draft)
         for index in merge.models:
             rows = draft.state.sources[index].rows
             limits = [self.num_reads] * len(rows) if isinstance(self.num_reads, int) else self.num_reads
@@ -56,7 +56,7 @@ class Steady(MergedDrafter):
                 if not any(reads):
                     break
                 merge.read(draft, index, reads)
-                merge.merge(draft)
+                merge.rank(draft)
         return self.num_nodes
 
 
@@ -378,7 +378,7 @@ def test_a_merges_growing_tree_survives_steps_and_grows_meanwhile(target, twin, 
     """The tree that is verified is another one; re-rooting goes by tokens."""
     results = waits(2)
     plain, _ = decode(target, NullDrafter(), rows, num_new=40)
-    drafter, ticks = growing(twin, "suffix", "recycling", tree_nodes=10), itertools.count()
+    drafter, ticks = growing(twin, "suffix", "recycling", tree_nodes=10), itertools.count(0.0)
     drafter.clock = ticks.__next__  # drafts are worth their time on any machine
     answers, steps = decode(target, drafter, rows, num_new=40)
     assert answers == plain
@@ -451,10 +451,26 @@ def test_a_pass_reads_at_most_so_many_nodes_and_parents_first(target, twin, monk
 
     monkeypatch.setattr(GrowingModel, "read", watched)
     for rows in (ONE, ALL):
-        drafter, ticks = growing(twin, "suffix", tree_nodes=60), itertools.count()
+        drafter, ticks = growing(twin, "suffix", tree_nodes=60), itertools.count(0.0)
         drafter.clock = ticks.__next__  # every pass takes as long
         decode(target, drafter, rows, num_new=60)
     assert most > 1
+
+
+def test_nodes_that_were_read_below_an_earlier_root_cost_no_pass_and_teach_no_cost(target, twin, monkeypatch):
+    """A re-rooted tree has nodes that only other sources proposed: they join the merged tree again."""
+    passes, returned = [], []
+    model_read, read = GrowingModel.read, MergeSources.read
+    monkeypatch.setattr(GrowingModel, "read", lambda *arguments: (passes.append(1), model_read(*arguments))[1])
+    monkeypatch.setattr(MergeSources, "read", lambda *arguments: (returned.append(read(*arguments)), returned[-1])[1])
+    drafter, ticks = growing(twin, "suffix", "recycling", tree_nodes=40), itertools.count(0.0)
+    drafter.clock = ticks.__next__
+    plain, _ = decode(target, NullDrafter(), ONE, num_new=100)
+    for _ in range(3):
+        assert decode(target, drafter, ONE, num_new=100)[0] == plain
+    assert sum(returned) == len(passes)
+    assert False in returned, "some nodes were read before"
+    assert min(filter(None, drafter._pacer(1).reads[-1].seconds.table)) >= 1, "each pass took at least one tick"
 
 
 # --- refusals

@@ -122,7 +122,7 @@ class Simulation:
             num_nodes = drafter._paced(draft, step)
         else:
             drafter.merge.ask(draft, 0)
-            drafter.merge.merge(draft)
+            drafter.merge.rank(draft)
             num_nodes = drafter.max_nodes
         (row,) = draft.rows
         num_nodes = min(num_nodes, len(row.tokens))
