@@ -15,11 +15,13 @@ from outrider.models.decoding.pacing import MAX_READS, NUM_TRIALS
 from outrider.models.decoding.tree import accepted_path, empty_tree
 from outrider.models.decoding.types import NO_NODE, TargetOutput
 from outrider.models.drafters import NullDrafter, make_training_free
+from outrider.models.drafters.candidates import Candidates
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.growing_draft import MAX_CHILDREN, MAX_ENTRIES, GrowingModel
-from outrider.models.drafters.merge_sources import MergedDraft, MergeSources
+from outrider.models.drafters.merge_sources import MergedDraft
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.options import DraftModelConfig
+from outrider.models.drafters.suffix import Suffix, SuffixConfig
 from outrider.models.llm.hf_target import HFTarget
 
 from ...decoded import texts_of
@@ -457,26 +459,37 @@ def test_a_pass_reads_at_most_so_many_nodes_and_parents_first(target, twin, monk
     assert most > 1
 
 
-def test_nodes_that_were_read_below_an_earlier_root_cost_no_pass_and_teach_no_cost(target, twin, monkeypatch):
-    """A re-rooted tree has nodes that only other sources proposed: they join the merged tree again."""
-    passes, returned = [], []
-    model_read, read = GrowingModel.read, MergeSources.read
-    monkeypatch.setattr(GrowingModel, "read", lambda *arguments: (passes.append(1), model_read(*arguments))[1])
+class Counting(Suffix):
+    """Proposes the numbers that follow the last token."""
 
-    def watched(*arguments: Any) -> bool:
-        before = len(passes)
-        returned.append(read(*arguments))
-        assert returned[-1] == (len(passes) > before)
-        return returned[-1]
+    def candidates_of(self, store: Any, tokens: Any) -> Candidates:
+        return Candidates(tokens=[tokens[-1] + 1, tokens[-1] + 2], parents=[NO_NODE, 0], scores=[0.9, 0.9], bins=[0, 0])
 
-    monkeypatch.setattr(MergeSources, "read", watched)
-    drafter, ticks = growing(twin, "suffix", "recycling", tree_nodes=40), itertools.count(0.0)
-    drafter.clock = ticks.__next__
-    plain, _ = decode(target, NullDrafter(), ONE, num_new=100)
-    for _ in range(3):
-        assert decode(target, drafter, ONE, num_new=100)[0] == plain
-    assert False in returned, "some nodes were read before"
-    assert min(filter(None, drafter._pacer(1).reads[-1].seconds.table)) >= 1, "each pass took at least one tick"
+
+@torch.inference_mode()
+def test_a_node_of_another_source_that_was_read_below_an_earlier_root_costs_no_pass(target, twin):
+    sources = {"draft_model": DraftModel(DraftModelConfig(), twin), "suffix": Counting(SuffixConfig())}
+    drafter, state = started(target, Steady(sources, MergedConfig(tree_nodes=60)).grown(num_reads=40))
+    merge = drafter.merge
+    _, drafted = drafter.propose(state, torch.tensor([200]))
+    tree = state.sources[0].rows[0].tree
+    first, second = tree.follow([201, 202])
+    assert tree.estimates[first] == tree.estimates[second] == 0.0, "only the other source has proposed them"
+    assert tree.entries[first] != UNREAD != tree.entries[second], "the model has read them"
+    # The text goes on with the first one. The second one and what the model expects after it stay.
+    state = drafter.advance(drafted, *nothing_accepted(201), NOTHING)
+    draft = merge.open(state, torch.tensor([201]), [201])
+    merge.ask(draft, 1)
+    merge.rank(draft)
+    (row,) = draft.rows
+    node = row.child(NO_NODE, 202)
+    assert node in merge.unread(draft, 0, 60)[0]
+    assert not merge.read(draft, 0, [[node]]), "no pass"
+    merge.rank(draft)
+    (row,) = draft.rows
+    node = row.child(NO_NODE, 202)
+    assert node not in merge.unread(draft, 0, 60)[0]
+    assert any(origins == 1 for origins, parent in zip(row.origins, row.parents, strict=True) if parent == node)
 
 
 # --- refusals
