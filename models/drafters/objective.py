@@ -92,8 +92,10 @@ def score(
     known, teacher = labels.known, make_teacher(batch, objective, vocabulary)
 
     def rows_at(index: Int[torch.Tensor, " label"]) -> LabelRows:
-        columns = (labels.tokens, labels.text_index, *inputs)
-        tokens, text, *rows = (column.flatten(0, 1).index_select(0, index) for column in columns)
+        # Two indexes copy only these rows. Inputs may be expanded over the depths: to flatten them
+        # would copy position x depth first.
+        position, depth = index // known.shape[1], index % known.shape[1]
+        tokens, text, *rows = (column[position, depth] for column in (labels.tokens, labels.text_index, *inputs))
         output, inside = vocabulary.outputs(tokens)
         return LabelRows(output, inside, text, tuple(rows))
 
