@@ -231,8 +231,11 @@ class DraftModel(CachedDrafter):
         A window is a difference of positions, which start again at 0 for each text of a row. That
         is right because `visible` already hides other texts.
         """
-        back = (positions[:, :, None] - positions[:, None])[:, None]
-        by_kind = {kind: visible if window is None else visible & (back < window) for kind, window in self._kinds.items()}
+        by_kind = {kind: visible for kind in self._kinds}
+        windows = {kind: window for kind, window in self._kinds.items() if window is not None}
+        if windows:
+            back = (positions[:, :, None] - positions[:, None])[:, None]  # [batch, 1, query, query], only for windows
+            by_kind |= {kind: visible & (back < window) for kind, window in windows.items()}
         dtype = self.reader.dtype
         masks = {
             kind: torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, hidden_score(dtype)) for kind, seen in by_kind.items()
