@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...data.types import DrafterBatch
 from .labels import Labels, dpace_weights
-from .losses import LossKind
+from .losses import TEACHERS, WEIGHTS, LossKind
 from .teachers import TINY, Teacher, TopTeacher
 from .vocabulary import DraftVocabulary
 
@@ -72,6 +72,11 @@ class Objective:
     one more outcome. q is merged in the same way. Merging outcomes makes no divergence larger and
     no overlap smaller. So training minimises a bound of the loss, which is exact if k is the whole
     vocabulary. Nothing constrains how q divides the remaining probability."""
+
+    def __post_init__(self) -> None:
+        for name, names in (("weights", WEIGHTS), ("teacher", TEACHERS)):
+            if getattr(self, name) not in names:
+                raise ValueError(f"the objective has no {name} {getattr(self, name)!r}; choose one of {', '.join(names)}")
 
 
 def score(
