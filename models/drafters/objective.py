@@ -224,7 +224,9 @@ def per_label_loss(evaluate: Callable[[LabelRows], LabelLoss], rows: LabelRows, 
     if len(rows.output) <= size:
         return evaluate(rows)
     evaluate = SharedCasts().shared(evaluate)
-    losses = [checkpoint(evaluate, chunk, use_reentrant=False) for chunk in rows.split(size)]
+    # No loss draws random numbers, so their state needn't be saved for each chunk.
+    recomputed = partial(checkpoint, evaluate, use_reentrant=False, preserve_rng_state=False)
+    losses = [recomputed(chunk) for chunk in rows.split(size)]
     return LabelLoss(*(torch.cat(column) for column in zip(*losses, strict=True)))
 
 
