@@ -59,6 +59,15 @@ class Labels:
             positions=positions,
         )
 
+    @property
+    def inputs(self) -> Int[torch.Tensor, "position depth"]:
+        """The tokens `previous` as a drafter embeds them.
+
+        UNKNOWN is no row of an embedding. Token 0 stands for it, which changes no loss: labels after
+        an unknown token aren't known either.
+        """
+        return self.previous.clamp(min=0)
+
     def at_positions(self, values: Shaped[torch.Tensor, "batch seq *rest"]) -> Shaped[torch.Tensor, "position *rest"]:
         """Return the values of the tokens at the labelled positions."""
         return values.flatten(0, 1).index_select(0, self.positions)
@@ -67,6 +76,10 @@ class Labels:
         """Return the labels of the first `num_depths` depths."""
         names = ("previous", "tokens", "known", "text_index", "on_text")
         return replace(self, **{name: getattr(self, name)[:, :num_depths] for name in names})
+
+    def every(self, step: int) -> "Labels":
+        """Return the labels at one in `step` positions, from the first one on."""
+        return Labels(**{name: values[::step] for name, values in vars(self).items()})
 
 
 def known_labels(continuations: Int[torch.Tensor, "position horizon"]) -> Bool[torch.Tensor, "position depth"]:
