@@ -4,13 +4,12 @@ Names of dimensions, here and everywhere: `batch`, `seq` (tokens of a text), `ho
 tokens after a position), `node` (draft tokens of a tree), `depth`, `vocab`, `hidden`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
 
-from .bundles import Move
 from .states import BatchStates, StoredStates
 
 UNKNOWN = -1
@@ -126,7 +125,7 @@ class DrafterBatch:
         """Return a copy in pinned memory, which an accelerator reads by itself."""
         return self._with(torch.Tensor.pin_memory)
 
-    def _with(self, move: Move) -> "DrafterBatch":
+    def _with(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "DrafterBatch":
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         moved = {name: move(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
         return replace(self, **moved, stored=None if self.stored is None else self.stored.moved(move))
