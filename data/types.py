@@ -44,9 +44,10 @@ class Example:
 class DistilledExample:
     """An example with the target's labels.
 
-    `continuations[i]` holds the target's greedy next tokens after the text up to and including
-    position i. Entry 0 follows token i, entry 1 follows entry 0, and so on. UNKNOWN marks positions
-    without a label, and tokens after the target has stopped. `hidden_states` are the target's last
+    `continuations[i]` holds the target's next tokens after the text up to and including position i:
+    its greedy tokens, or samples with `distill.label_temperature`. Entry 0 follows token i, entry 1
+    follows entry 0, and so on. UNKNOWN marks positions without a label, and tokens after the target
+    has stopped. `hidden_states` are the target's last
     hidden states (after its final norm), `layers` the inputs of some layers by number. Training
     recomputes what is missing. `top` are the target's top tokens at the positions that may be
     trained.

@@ -69,7 +69,7 @@ def fit(training: Training, *, start: int) -> None:
             if checkpoint or peaked:
                 save_step(training, done)
             if stop:
-                break  # the end of the block raises
+                break  # `sigterm` raises at the end of the `with` block
             if peaked:
                 logger.info("step %d: tokens per step have peaked; training ends (train.patience=%s)", done, config.patience)
                 break

@@ -31,9 +31,10 @@ from ..llm.tree_attention import attend_folded, hidden_score
 class Branches:
     """The branches of a batch, by row, padded to the row with the most branches.
 
-    `columns` is where each branch begins in its row. `starts` is where its text begins, and
-    `text_starts` where each token's text begins; both are None if each row holds one text. Entries of
-    depths 0..D-1 are ordered by depth: branch n at depth d is entry d * branches + n.
+    `columns` is the column of the token that each branch follows. `starts` is the column where the
+    branch's text begins, and `text_starts` the column where each token's text begins; both are None
+    if each row holds one text. Columns and starts of the padding are 0. Entries of depths 0..D-1 are
+    ordered by depth: branch n at depth d is entry d * branches + n.
     """
 
     columns: Int[torch.Tensor, "batch branch"]
@@ -73,7 +74,7 @@ class Branches:
 
     @property
     def positions(self) -> Int[torch.Tensor, "batch branch"]:
-        """Position in its text at which each branch begins, from 0."""
+        """Position in its text of the token that each branch follows, from 0."""
         return self.columns if self.starts is None else self.columns - self.starts
 
     def spread(self, values: Shaped[torch.Tensor, "position *rest"]) -> Shaped[torch.Tensor, "batch branch *rest"]:

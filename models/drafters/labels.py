@@ -1,4 +1,4 @@
-"""The labels of a batch: the target's tokens that a drafter learns to draft."""
+"""The labels of a batch: the tokens that a drafter learns to draft."""
 
 from dataclasses import dataclass, replace
 
@@ -14,9 +14,10 @@ class Labels:
     """The labels of a batch: `tokens[n, d]` at position n and depth d, where `known[n, d]`.
 
     `previous[n, d]` is the token before it, which the drafter reads; at depth 0 the target has
-    already chosen it. `text_index[n, d]` is the index of that token in the text, among all batch x
-    seq tokens. `on_text` marks where the continuation has followed the text so far; there the
-    target's state in the text is also that of the continuation.
+    already chosen it. Unknown entries of both are UNKNOWN. `on_text[n, d]` marks where the continuation
+    up to and including `previous[n, d]` equals the text; there the target's state in the text is also
+    that of the continuation. `text_index[n, d]` is the index of `previous[n, d]` in the text, among all
+    batch x seq tokens. It is clamped to the row, and means nothing where `on_text` is False.
     """
 
     previous: Int[torch.Tensor, "position depth"]

@@ -1,7 +1,7 @@
 """The training objective of all drafters: the losses of labels, and counts of right drafts.
 
-Losses are computed in chunks of labels and recomputed for the gradient, so memory doesn't grow with
-labels x vocabulary.
+Losses are computed in chunks of labels. Several chunks are recomputed for the gradient, so memory
+doesn't grow with labels x vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +32,12 @@ HIT_RANKS = 10
 class Loss:
     """Sums and counts by depth, never means: divide once, after adding batches and processes.
 
-    `depth` counts draft tokens from 0. `hits[d, k]` counts positions whose label is among the k + 1
-    most probable tokens at depth d. `joint_hits[d]` counts positions whose labels at depths 0..d
-    are all the most probable token; a chain would have accepted them. `sums` cover the trained
-    depths, which are the first ones and may be fewer; their mean is over the labels of those depths
-    only.
+    `depth` counts draft tokens from 0. `counts[d]` is the number of positions with a label at depth d.
+    `hits[d, k]` counts positions whose label is among the k + 1 most probable tokens at depth d.
+    `joint_hits[d]` counts positions whose labels at depths 0..d are all the most probable token; a
+    chain would have accepted them. `sums` cover the trained depths, which are the first ones and may
+    be fewer; their mean is over the labels of those depths only. In training, EAGLE counts its
+    untrained depths at a sample of the positions.
     """
 
     sums: Float[torch.Tensor, " trained_depth"]
@@ -93,6 +94,9 @@ def score(
     `predict` computes the logits of rows of them. A label outside a reduced vocabulary counts as a
     miss. It adds nothing to the sums if the label is the teacher: in the cross-entropy, and in every
     loss off the text.
+
+    Raises ValueError if the loss needs the target's head, its hidden states or its top-k tokens, and
+    the objective or the batch has none.
     """
     known, teacher = labels.known, make_teacher(batch, objective, vocabulary)
 
@@ -104,8 +108,9 @@ def score(
         output, inside = vocabulary.outputs(tokens)
         return LabelRows(output, inside, text, tuple(rows))
 
-    # 1. Labels without a teacher, and with one: only those cost its computation. Both are evaluated,
-    # however few: every process runs the same modules, and every parameter has a gradient.
+    # 1. The labels without a teacher, and then those with one; the teacher is computed only for the
+    # second group. A group is evaluated even if it is empty: so every process runs the same modules,
+    # and every parameter has a gradient.
     taught = torch.zeros_like(known) if teacher is None else known & labels.on_text & teacher.knows(labels.text_index)
     indexes = [places(known & ~taught)]
     losses = [per_label_loss(partial(against_label, predict), rows_at(indexes[0]), vocabulary.num_outputs)]
@@ -248,12 +253,13 @@ def make_teacher(batch: DrafterBatch, objective: Objective, vocabulary: DraftVoc
 
 
 MAX_CHUNK = 2**26
-"""Logits held at a time: 256 MiB in float32, and a few times that while their loss is computed.
+"""Logits held at a time (on CUDA at least so many): 256 MiB in float32, and a few times that while
+their loss is computed.
 
 A smaller chunk costs time: for every chunk, a trained head's whole gradient is added up once more
 (benchmarks/loss_memory.json)."""
 CHUNK_SHARE = 80
-"""On CUDA, logits in float32 may take a part of so much of the card's memory: 1 GiB of 80."""
+"""On CUDA, a chunk's logits in float32 may take 1 / CHUNK_SHARE of the card's memory."""
 FLOAT_BYTES = 4
 
 
