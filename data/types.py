@@ -4,13 +4,12 @@ Names of dimensions, here and everywhere: `batch`, `seq` (tokens of a text), `ho
 tokens after a position), `node` (draft tokens of a tree), `depth`, `vocab`, `hidden`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
 
-from .bundles import Move
 from .states import BatchStates, StoredStates
 
 UNKNOWN = -1
@@ -45,9 +44,10 @@ class Example:
 class DistilledExample:
     """An example with the target's labels.
 
-    `continuations[i]` holds the target's greedy next tokens after the text up to and including
-    position i. Entry 0 follows token i, entry 1 follows entry 0, and so on. UNKNOWN marks positions
-    without a label, and tokens after the target has stopped. `hidden_states` are the target's last
+    `continuations[i]` holds the target's next tokens after the text up to and including position i:
+    its greedy tokens, or samples with `distill.label_temperature`. Entry 0 follows token i, entry 1
+    follows entry 0, and so on. UNKNOWN marks positions without a label, and tokens after the target
+    has stopped. `hidden_states` are the target's last
     hidden states (after its final norm), `layers` the inputs of some layers by number. Training
     recomputes what is missing. `top` are the target's top tokens at the positions that may be
     trained.
@@ -126,7 +126,7 @@ class DrafterBatch:
         """Return a copy in pinned memory, which an accelerator reads by itself."""
         return self._with(torch.Tensor.pin_memory)
 
-    def _with(self, move: Move) -> "DrafterBatch":
+    def _with(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "DrafterBatch":
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         moved = {name: move(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
         return replace(self, **moved, stored=None if self.stored is None else self.stored.moved(move))

@@ -11,17 +11,22 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-METHODS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero")
+METHODS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 """Methods of a tensor that read values."""
-SCALAR_OPERATORS = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"})
-"""Operators that the methods, and C++ code, dispatch to. `tolist` and `numpy` dispatch nothing on a
-CPU."""
+SIZED_BY_VALUES = ("nonzero", "unique", "unique_consecutive", "bincount")
+"""Functions whose results have sizes that depend on values."""
+READING_OPERATORS = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}) | {
+    "aten::unique_consecutive",
+    "aten::bincount",
+}
+"""Operators that these methods and functions, and C++ code, dispatch to. `tolist` and `numpy`
+dispatch nothing on a CPU."""
 
 
 class HostReads(TorchFunctionMode):
     """Records the name of every read in Python code.
 
-    Names are those in `METHODS`, `unique`, and `mask` for a mask used as an index.
+    Names are those in `METHODS` and `SIZED_BY_VALUES`, and `mask` for a mask used as an index.
     """
 
     def __init__(self) -> None:
@@ -30,7 +35,7 @@ class HostReads(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
-        if name in METHODS or name == "unique":
+        if name in METHODS or name in SIZED_BY_VALUES:
             self.names.append(name)
         # A mask as an index gives a result of unknown size; an index tensor of integers doesn't.
         if name in ("__getitem__", "__setitem__"):
@@ -47,6 +52,6 @@ class ScalarReads(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.overloadpacket._qualified_op_name in SCALAR_OPERATORS:
+        if function.overloadpacket._qualified_op_name in READING_OPERATORS:
             self.count += 1
         return function(*args, **(kwargs or {}))

@@ -157,7 +157,7 @@ def epoch_order(
 
 
 def label_counts(batch: DrafterBatch) -> Int[torch.Tensor, " depth"]:
-    """Count the positions with a label, by depth, as `Loss.counts` does."""
+    """Count the labels at every depth; a drafter may train fewer depths."""
     return known_labels(batch.continuations[batch.positions]).sum(0)
 
 

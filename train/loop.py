@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from ..data.bundles import move_to
+from ..data.device import to_device
 from ..data.types import DrafterBatch
 from ..models.drafters.objective import Loss
 from .batches import derived_seed, label_counts, with_hidden_states
@@ -69,7 +69,7 @@ def fit(training: Training, *, start: int) -> None:
             if checkpoint or peaked:
                 save_step(training, done)
             if stop:
-                break  # the end of the block raises
+                break  # `sigterm` raises at the end of the `with` block
             if peaked:
                 logger.info("step %d: tokens per step have peaked; training ends (train.patience=%s)", done, config.patience)
                 break
@@ -99,11 +99,11 @@ def _count(batches: Sequence[DrafterBatch], device: torch.device) -> list[torch.
     """Count the labels by depth of this process's micro-batches, and what `Meter.add_step` adds up."""
     labels = torch.stack([label_counts(batch) for batch in batches]).sum(0)
     seen = torch.stack([torch.stack([batch.positions.sum(), batch.attention_mask.sum()]) for batch in batches]).sum(0)
-    return [move_to(device)(counts) for counts in (labels, seen)]
+    return [to_device(counts, device) for counts in (labels, seen)]
 
 
 def _sum_over_processes(loss: Loss | None, accelerator: Accelerator) -> Loss:
-    assert loss is not None, "a step has at least one micro batch"
+    assert loss is not None, "a step has at least one micro-batch"
     return Loss(**accelerator.reduce({name: getattr(loss, name) for name in LOSS_FIELDS}, "sum"))
 
 

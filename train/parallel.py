@@ -58,7 +58,7 @@ def prepare(
 
         accelerator.state.deepspeed_plugin.deepspeed_config.update(
             train_micro_batch_size_per_gpu=config.batch_size,
-            # The loop tells the last micro batch, and has divided by what the whole step counts.
+            # The loop marks the last micro-batch, and has divided by the number of the whole step's labels.
             gradient_accumulation_steps=1,
             train_batch_size=config.batch_size * accelerator.num_processes,
             gradient_clipping=config.max_grad_norm or 0.0,
@@ -100,7 +100,7 @@ def make_anchor(accelerator: Accelerator) -> torch.Tensor:
 def backward(accelerator: Accelerator, model: Any, loss: torch.Tensor) -> None:
     """Add the loss's gradient to those of the step."""
     if uses_deepspeed(accelerator):
-        model.backward(loss)  # accelerator.backward would end a step with every micro batch
+        model.backward(loss)  # accelerator.backward would end a step with every micro-batch
     else:
         accelerator.backward(loss)
 

@@ -54,7 +54,7 @@ def require_supported_launch(accelerator: Accelerator) -> None:
     if accelerator.gradient_accumulation_steps != 1:
         raise ValueError(
             f"accelerate is set to {accelerator.gradient_accumulation_steps} gradient accumulation steps; leave it at 1 and "
-            "set train.gradient_accumulation, which weighs micro batches by their labels"
+            "set train.gradient_accumulation, which weighs micro-batches by their labels"
         )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(f"training in mixed precision {accelerator.mixed_precision!r} isn't supported; use bf16 or no")

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...data.bundles import to_device
+from ...data.device import to_device
 from ...models.llm.split_attention import attention, has_kernel, prepare_mask
 
 IMPLEMENTATION = "outrider_branch"

@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from transformers import DynamicCache, PreTrainedModel
 
-from ...data.bundles import move_to, to_device
+from ...data.device import to_device
 from ...data.types import UNKNOWN
 from ...models.decoding.sampling import Sampling, warp
 from ...models.llm.hf_target import HFTarget
@@ -83,7 +83,7 @@ class SampledLabels:
         """Draw the numbers of these texts; they depend on the seed, a text's id, and the column."""
         sources = [Random(f"labels/{seed}/{id}") for id in ids]
         uniforms = [[source.random() for _ in range(num_columns)] for source in sources]
-        return cls(temperature=temperature, uniforms=move_to(device)(torch.tensor(uniforms, dtype=torch.float64)))
+        return cls(temperature=temperature, uniforms=to_device(torch.tensor(uniforms, dtype=torch.float64), device))
 
     def choose(
         self, logits: Float[torch.Tensor, "position vocab"], uniforms: Float[torch.Tensor, " position"]
@@ -124,14 +124,14 @@ def label_continuations(
     device.
     """
     # 1. Prefill: the first token after each position that a label may need.
-    texts, move = HostTexts.of(input_ids, attention_mask, wanted), move_to(target.device)
-    is_wanted = move(wanted)
+    texts = HostTexts.of(input_ids, attention_mask, wanted)
+    input_ids, is_wanted = to_device(input_ids, target.device), to_device(wanted, target.device)
     needed = Places.of(_within(texts.wanted, texts.is_token, horizon), target.device)
     if read is None:
-        first, (hidden_states, layers), cache = _prefill(target, move(input_ids), needed, feature_layers, sampled)
+        first, (hidden_states, layers), cache = _prefill(target, input_ids, needed, feature_layers, sampled)
     else:
         (hidden_states, layers), cache = read, None
-        first = _first_tokens(target, move(input_ids), hidden_states, needed, sampled)
+        first = _first_tokens(target, input_ids, hidden_states, needed, sampled)
     top_tokens, top_log_probs = _top(target.model, hidden_states, needed, top_k) if top_k else (None, None)
     # 2. Where the target agrees with the text, a position borrows the next one's continuation.
     host_first = first.cpu().numpy()

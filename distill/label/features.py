@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from ...data.bundles import to_device
+from ...data.device import to_device
 from ...data.shards import LAYER, SCALES, TOP_BYTES
 from ...data.states import StoredStates, are_finite, encode_states, state_bytes
 from ...data.types import DistilledExample, Example, TopTokens

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from ...data.bundles import to_device
+from ...data.device import to_device
 
 MIN_PRECISION = torch.float32
 MAX_SEED = 2**63 - 1

@@ -241,28 +241,27 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
         labels = Labels.of(batch)
         self.require_horizon(self.config, labels.tokens.shape[1] + 1)
         labels = labels.first(self.config.block)
-        tokens = labels.previous.clamp(min=0)
-        hidden = self.of_tokens(self.read_blocks(batch, tokens[:, 0]), tokens.shape[1])
+        tokens = labels.inputs
+        hidden = self.of_tokens(self.read_blocks(batch, labels), tokens.shape[1])
         states = self.correction.states(tokens, self.embed)
         loss = score(self.logits, (hidden, states), labels, batch, objective, vocabulary=self.vocabulary)
         return loss.decayed(objective)
 
-    def read_blocks(
-        self, batch: DrafterBatch, first_tokens: Int[torch.Tensor, " position"]
-    ) -> Float[torch.Tensor, "position slot hidden"]:
+    def read_blocks(self, batch: DrafterBatch, labels: Labels) -> Float[torch.Tensor, "position slot hidden"]:
         """Return the outputs of a block after each labelled position, computed as in decoding."""
         # 1. Keys and values of the texts.
         features, num_slots = self.target_features(batch), self.num_slots
-        branches, cache, context = Branches.of(batch), DynamicCache(), self.context(features)
+        branches, cache, context = Branches.of(batch, labels.positions), DynamicCache(), self.context(features)
         self.write_context(context, batch.position_ids, cache)
         # 2. Without labels, return an empty tensor whose gradient reaches every parameter that the
         # correction doesn't use.
-        if not len(first_tokens):
+        if not len(labels.positions):
             own = [parameter for name, parameter in self.named_parameters() if not name.startswith("correction.")]
             empty = torch.cat([parameter.flatten()[:0] for parameter in own if parameter.requires_grad])
             return context.new_zeros(0, num_slots, context.shape[-1]) + empty.sum()
         # 3. All blocks in one pass: slot k of branch n is query k * branches + n.
-        inputs = branches.spread(self.slot_inputs(first_tokens, branches.at_tokens(context)))  # [batch, branch, slot, hidden]
+        slot_inputs = self.slot_inputs(labels.inputs[:, 0], labels.at_positions(context))  # [position, slot, hidden]
+        inputs = branches.spread(slot_inputs)
         slot, masks = torch.arange(num_slots, device=inputs.device), Masks()
         positions = branches.positions[:, None] + 1 + slot[:, None]  # [batch, slot, branch]
         outputs = self.read_slots(

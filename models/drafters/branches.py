@@ -31,47 +31,50 @@ from ..llm.tree_attention import attend_folded, hidden_score
 class Branches:
     """The branches of a batch, by row, padded to the row with the most branches.
 
-    `columns` is where each branch begins in its row. `starts` is where its text begins, and
-    `text_starts` where each token's text begins; both are None if each row holds one text. Entries of
-    depths 0..D-1 are ordered by depth: branch n at depth d is entry d * branches + n.
+    `columns` is the column of the token that each branch follows. `starts` is the column where the
+    branch's text begins, and `text_starts` the column where each token's text begins; both are None
+    if each row holds one text. Columns and starts of the padding are 0. Entries of depths 0..D-1 are
+    ordered by depth: branch n at depth d is entry d * branches + n.
     """
 
     columns: Int[torch.Tensor, "batch branch"]
     starts: Int[torch.Tensor, "batch branch"] | None
     index: Int[torch.Tensor, " position"]
     """Index of each position's branch among all batch x branch, padding included."""
-    tokens: Int[torch.Tensor, " position"]
-    """Index of each position's token among all batch x seq tokens."""
     text_starts: Int[torch.Tensor, "batch seq"] | None
     num_columns: int
     """Columns of the texts."""
 
     @classmethod
-    def of(cls, batch: DrafterBatch) -> "Branches":
-        """Return a branch for each of the batch's positions, in their order."""
-        # 1. Where the positions are, and the most of any row. The host waits for both.
-        row, column = batch.positions.nonzero(as_tuple=True)
-        count = batch.positions.sum(1)
+    def of(cls, batch: DrafterBatch, positions: Int[torch.Tensor, " position"]) -> "Branches":
+        """Return a branch at each of `positions`, in their order, which ascends.
+
+        They are indexes among all batch x seq tokens: see `Labels.positions`. The host waits for the
+        largest number of branches in a row.
+        """
+        # 1. Where the positions are, and how many each row has.
+        num_rows, seq = batch.input_ids.shape
+        row, column = positions // seq, positions % seq
+        count = (row == torch.arange(num_rows, device=row.device)[:, None]).sum(1)
         num_branches = int(count.max())
         # 2. The branches of each row, the padding after them.
-        before = batch.positions.cumsum(1)[row, column] - 1  # branches before this one in its row
-        index = row * num_branches + before
+        in_rows_before = (count.cumsum(0) - count)[row]
+        index = row * num_branches + torch.arange(len(row), device=row.device) - in_rows_before
 
         def padded(values: Int[torch.Tensor, " position"]) -> Int[torch.Tensor, "batch branch"]:
-            return values.new_zeros(len(count) * num_branches).index_copy(0, index, values).view(len(count), num_branches)
+            return values.new_zeros(num_rows * num_branches).index_copy(0, index, values).view(num_rows, num_branches)
 
         return cls(
             columns=padded(column),
             starts=None if batch.starts is None else padded(batch.starts[row, column]),
             index=index,
-            tokens=row * batch.input_ids.shape[1] + column,
             text_starts=batch.starts,
-            num_columns=batch.input_ids.shape[1],
+            num_columns=seq,
         )
 
     @property
     def positions(self) -> Int[torch.Tensor, "batch branch"]:
-        """Position in its text at which each branch begins, from 0."""
+        """Position in its text of the token that each branch follows, from 0."""
         return self.columns if self.starts is None else self.columns - self.starts
 
     def spread(self, values: Shaped[torch.Tensor, "position *rest"]) -> Shaped[torch.Tensor, "batch branch *rest"]:
@@ -82,10 +85,6 @@ class Branches:
     def collect(self, values: Shaped[torch.Tensor, "batch branch *rest"]) -> Shaped[torch.Tensor, "position *rest"]:
         """Return the values of all branches by position: the inverse of `spread`."""
         return values.flatten(0, 1).index_select(0, self.index)
-
-    def at_tokens(self, values: Shaped[torch.Tensor, "batch seq *rest"]) -> Shaped[torch.Tensor, "position *rest"]:
-        """Return the values of the tokens at which the branches leave their texts."""
-        return values.flatten(0, 1).index_select(0, self.tokens)
 
     def text_mask(self, *, with_own_column: bool) -> Bool[torch.Tensor, "batch 1 branch seq"]:
         """Mark the columns of its text that a branch sees: those before its column.

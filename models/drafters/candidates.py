@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...data.bundles import move_to
+from ...data.device import to_device
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE
 
@@ -74,7 +74,7 @@ def tree_of(
     shape = (len(rows), num_nodes)
     size = len(rows) * num_nodes
     host = torch.frombuffer(values, dtype=torch.long) if values else torch.empty(0, dtype=torch.long)
-    tensor = move_to(device)(host)
+    tensor = to_device(host, device)
     return DraftTree(
         tokens=tensor[:size].view(shape),
         parents=tensor[size : 2 * size].view(shape),

@@ -205,9 +205,10 @@ class DraftModel(CachedDrafter):
         `train.max_positions` bounds it.
         """
         # 1. Append the branches to their texts: tokens, positions and masks.
-        labels, branches = Labels.of(batch), Branches.of(batch)
+        labels = Labels.of(batch)
+        branches = Branches.of(batch, labels.positions)
         num_depths, num_branches, seq = labels.tokens.shape[1], branches.columns.shape[1], branches.num_columns
-        previous = branches.spread(labels.previous.clamp(min=0)).transpose(1, 2)  # [batch, depth, branch]
+        previous = branches.spread(labels.inputs).transpose(1, 2)  # [batch, depth, branch]
         depth = torch.arange(1, num_depths + 1, device=previous.device)[:, None]
         branch_positions = (branches.positions[:, None] + depth).flatten(1)
         positions = torch.cat([batch.position_ids.expand(len(previous), -1), branch_positions], dim=1)
@@ -231,8 +232,11 @@ class DraftModel(CachedDrafter):
         A window is a difference of positions, which start again at 0 for each text of a row. That
         is right because `visible` already hides other texts.
         """
-        back = (positions[:, :, None] - positions[:, None])[:, None]
-        by_kind = {kind: visible if window is None else visible & (back < window) for kind, window in self._kinds.items()}
+        by_kind = dict.fromkeys(self._kinds, visible)
+        windows = {kind: window for kind, window in self._kinds.items() if window is not None}
+        if windows:
+            back = (positions[:, :, None] - positions[:, None])[:, None]  # [batch, 1, query, query], only for windows
+            by_kind |= {kind: visible & (back < window) for kind, window in windows.items()}
         dtype = self.reader.dtype
         masks = {
             kind: torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, hidden_score(dtype)) for kind, seen in by_kind.items()

@@ -105,16 +105,14 @@ class Eagle(FeatureDrafter):
         sums = CLASSIFICATION_WEIGHT * loss.sums + regression
         # 4. Counts of the untrained depths.
         if all_labels.tokens.shape[1] > len(sums):
-            loss = self._with_untrained_depths(loss, batch, text)
+            loss = self._with_untrained_depths(loss, all_labels, batch, text)
         return replace(loss, sums=sums)
 
     @torch.no_grad()
-    def _with_untrained_depths(self, loss: Loss, batch: DrafterBatch, text: TextEntries) -> Loss:
+    def _with_untrained_depths(self, loss: Loss, labels: Labels, batch: DrafterBatch, text: TextEntries) -> Loss:
         """Return the loss with counts and hits of the untrained depths added."""
-        if self.training:
-            before = batch.positions.flatten().cumsum(0).view_as(batch.positions) - 1
-            batch = replace(batch, positions=batch.positions & (before % MEASURED_EVERY == 0))
-        labels, num_trained = Labels.of(batch), len(loss.sums)
+        labels = labels.every(MEASURED_EVERY) if self.training else labels
+        num_trained = len(loss.sums)
         measured = self._score(labels, self.unroll(batch, labels, text), batch, Objective())
         deeper = {name: getattr(measured, name)[num_trained:] for name in ("counts", "hits", "joint_hits")}
         return replace(loss, **{name: torch.cat([getattr(loss, name), values]) for name, values in deeper.items()})

@@ -182,19 +182,19 @@ class FeatureDrafter(CachedDrafter):
         text; here the tokens are the target's continuations.
         """
         # 1. Without labels, return an empty tensor whose gradient reaches every parameter.
-        branches, hidden = Branches.of(batch), text.hidden
+        branches, hidden = Branches.of(batch, labels.positions), text.hidden
         if not len(labels.previous):
             empty = torch.cat([parameter.flatten()[:0] for parameter in self.parameters() if parameter.requires_grad])
             return hidden.new_zeros(0, *labels.previous.shape[1:], hidden.shape[-1]) + empty.sum()
         visible = branches.text_mask(with_own_column=False)
         # 2. Tokens and positions of all depths. Their embeddings are computed at once.
-        tokens = branches.spread(labels.previous.clamp(min=0)).transpose(1, 2)  # [batch, depth, branch]
+        tokens = branches.spread(labels.inputs).transpose(1, 2)  # [batch, depth, branch]
         num_depths = tokens.shape[1]
         positions = branches.positions[:, None] + torch.arange(num_depths, device=tokens.device)[:, None]
         inputs = self.token_inputs(self.embed(tokens))
         cos, sin = (part.unflatten(1, (num_depths, -1)).unbind(1) for part in self._rotation(inputs, positions.flatten(1)))
         # 3. Read the branches depth by depth.
-        hidden, masks = branches.spread(branches.at_tokens(hidden)), Masks()
+        hidden, masks = branches.spread(labels.at_positions(hidden)), Masks()
         step = self._go_deeper if self._keep_activations else partial(checkpoint, self._go_deeper, use_reentrant=False)
         earlier: list[KeysAndValues] = []
         outputs = []

@@ -1,4 +1,4 @@
-"""The labels of a batch: the target's tokens that a drafter learns to draft."""
+"""The labels of a batch: the tokens that a drafter learns to draft."""
 
 from dataclasses import dataclass, replace
 
@@ -14,9 +14,10 @@ class Labels:
     """The labels of a batch: `tokens[n, d]` at position n and depth d, where `known[n, d]`.
 
     `previous[n, d]` is the token before it, which the drafter reads; at depth 0 the target has
-    already chosen it. `text_index[n, d]` is the index of that token in the text, among all batch x
-    seq tokens. `on_text` marks where the continuation has followed the text so far; there the
-    target's state in the text is also that of the continuation.
+    already chosen it. Unknown entries of both are UNKNOWN. `on_text[n, d]` marks where the continuation
+    up to and including `previous[n, d]` equals the text; there the target's state in the text is also
+    that of the continuation. `text_index[n, d]` is the index of `previous[n, d]` in the text, among all
+    batch x seq tokens. It is clamped to the row, and means nothing where `on_text` is False.
     """
 
     previous: Int[torch.Tensor, "position depth"]
@@ -59,6 +60,15 @@ class Labels:
             positions=positions,
         )
 
+    @property
+    def inputs(self) -> Int[torch.Tensor, "position depth"]:
+        """The tokens `previous` as a drafter embeds them.
+
+        UNKNOWN is no row of an embedding. Token 0 stands for it, which changes no loss: labels after
+        an unknown token aren't known either.
+        """
+        return self.previous.clamp(min=0)
+
     def at_positions(self, values: Shaped[torch.Tensor, "batch seq *rest"]) -> Shaped[torch.Tensor, "position *rest"]:
         """Return the values of the tokens at the labelled positions."""
         return values.flatten(0, 1).index_select(0, self.positions)
@@ -67,6 +77,10 @@ class Labels:
         """Return the labels of the first `num_depths` depths."""
         names = ("previous", "tokens", "known", "text_index", "on_text")
         return replace(self, **{name: getattr(self, name)[:, :num_depths] for name in names})
+
+    def every(self, step: int) -> "Labels":
+        """Return the labels at one in `step` positions, from the first one on."""
+        return Labels(**{name: values[::step] for name, values in vars(self).items()})
 
 
 def known_labels(continuations: Int[torch.Tensor, "position horizon"]) -> Bool[torch.Tensor, "position depth"]:

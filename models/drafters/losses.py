@@ -3,10 +3,12 @@
 from enum import StrEnum, auto
 
 WEIGHTS = ("uniform", "dpace")
+"""Weights of labels: see `Objective.weights`."""
 DPACE_FLOOR = 0.5
 """Least confidence that D-PACE takes a draft token to have (alpha in the paper, which found values
 from 0.3 to 0.7 about as good)."""
 TEACHERS = ("full", "top_k")
+"""Distributions of the target to learn from: see `Objective.teacher`."""
 
 
 class LossKind(StrEnum):

@@ -1,7 +1,7 @@
 """The training objective of all drafters: the losses of labels, and counts of right drafts.
 
-Losses are computed in chunks of labels and recomputed for the gradient, so memory doesn't grow with
-labels x vocabulary.
+Losses are computed in chunks of labels. Several chunks are recomputed for the gradient, so memory
+doesn't grow with labels x vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...data.types import DrafterBatch
 from .labels import Labels, dpace_weights
-from .losses import LossKind
+from .losses import TEACHERS, WEIGHTS, LossKind
 from .teachers import TINY, Teacher, TopTeacher
 from .vocabulary import DraftVocabulary
 
@@ -32,11 +32,12 @@ HIT_RANKS = 10
 class Loss:
     """Sums and counts by depth, never means: divide once, after adding batches and processes.
 
-    `depth` counts draft tokens from 0. `hits[d, k]` counts positions whose label is among the k + 1
-    most probable tokens at depth d. `joint_hits[d]` counts positions whose labels at depths 0..d
-    are all the most probable token; a chain would have accepted them. `sums` cover the trained
-    depths, which are the first ones and may be fewer; their mean is over the labels of those depths
-    only.
+    `depth` counts draft tokens from 0. `counts[d]` is the number of positions with a label at depth d.
+    `hits[d, k]` counts positions whose label is among the k + 1 most probable tokens at depth d.
+    `joint_hits[d]` counts positions whose labels at depths 0..d are all the most probable token; a
+    chain would have accepted them. `sums` cover the trained depths, which are the first ones and may
+    be fewer; their mean is over the labels of those depths only. In training, EAGLE counts its
+    untrained depths at a sample of the positions.
     """
 
     sums: Float[torch.Tensor, " trained_depth"]
@@ -73,6 +74,11 @@ class Objective:
     no overlap smaller. So training minimises a bound of the loss, which is exact if k is the whole
     vocabulary. Nothing constrains how q divides the remaining probability."""
 
+    def __post_init__(self) -> None:
+        for name, names in (("weights", WEIGHTS), ("teacher", TEACHERS)):
+            if getattr(self, name) not in names:
+                raise ValueError(f"the objective has no {name} {getattr(self, name)!r}; choose one of {', '.join(names)}")
+
 
 def score(
     predict: Callable[..., Float[torch.Tensor, "label output"]],
@@ -88,17 +94,23 @@ def score(
     `predict` computes the logits of rows of them. A label outside a reduced vocabulary counts as a
     miss. It adds nothing to the sums if the label is the teacher: in the cross-entropy, and in every
     loss off the text.
+
+    Raises ValueError if the loss needs the target's head, its hidden states or its top-k tokens, and
+    the objective or the batch has none.
     """
     known, teacher = labels.known, make_teacher(batch, objective, vocabulary)
 
     def rows_at(index: Int[torch.Tensor, " label"]) -> LabelRows:
-        columns = (labels.tokens, labels.text_index, *inputs)
-        tokens, text, *rows = (column.flatten(0, 1).index_select(0, index) for column in columns)
+        # Two indexes copy only these rows. Inputs may be expanded over the depths: to flatten them
+        # would copy position x depth first.
+        position, depth = index // known.shape[1], index % known.shape[1]
+        tokens, text, *rows = (column[position, depth] for column in (labels.tokens, labels.text_index, *inputs))
         output, inside = vocabulary.outputs(tokens)
         return LabelRows(output, inside, text, tuple(rows))
 
-    # 1. Labels without a teacher, and with one: only those cost its computation. Both are evaluated,
-    # however few: every process runs the same modules, and every parameter has a gradient.
+    # 1. The labels without a teacher, and then those with one; the teacher is computed only for the
+    # second group. A group is evaluated even if it is empty: so every process runs the same modules,
+    # and every parameter has a gradient.
     taught = torch.zeros_like(known) if teacher is None else known & labels.on_text & teacher.knows(labels.text_index)
     indexes = [places(known & ~taught)]
     losses = [per_label_loss(partial(against_label, predict), rows_at(indexes[0]), vocabulary.num_outputs)]
@@ -217,7 +229,9 @@ def per_label_loss(evaluate: Callable[[LabelRows], LabelLoss], rows: LabelRows, 
     if len(rows.output) <= size:
         return evaluate(rows)
     evaluate = SharedCasts().shared(evaluate)
-    losses = [checkpoint(evaluate, chunk, use_reentrant=False) for chunk in rows.split(size)]
+    # No loss draws random numbers, so their state needn't be saved for each chunk.
+    recomputed = partial(checkpoint, evaluate, use_reentrant=False, preserve_rng_state=False)
+    losses = [recomputed(chunk) for chunk in rows.split(size)]
     return LabelLoss(*(torch.cat(column) for column in zip(*losses, strict=True)))
 
 
@@ -239,12 +253,13 @@ def make_teacher(batch: DrafterBatch, objective: Objective, vocabulary: DraftVoc
 
 
 MAX_CHUNK = 2**26
-"""Logits held at a time: 256 MiB in float32, and a few times that while their loss is computed.
+"""Logits held at a time (on CUDA at least so many): 256 MiB in float32, and a few times that while
+their loss is computed.
 
 A smaller chunk costs time: for every chunk, a trained head's whole gradient is added up once more
 (benchmarks/loss_memory.json)."""
 CHUNK_SHARE = 80
-"""On CUDA, logits in float32 may take a part of so much of the card's memory: 1 GiB of 80."""
+"""On CUDA, a chunk's logits in float32 may take 1 / CHUNK_SHARE of the card's memory."""
 FLOAT_BYTES = 4
 
 

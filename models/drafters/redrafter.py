@@ -170,7 +170,7 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
                 "ReDrafter reads the target's hidden states, and the batch has none; distil them or recompute them"
             )
         labels = Labels.of(batch)
-        embeddings = self.embed(labels.previous.clamp(min=0))  # [position, depth, hidden]
+        embeddings = self.embed(labels.inputs)  # [position, depth, hidden]
         states = [self.first_state(embeddings[:, 0])]
         for depth in range(1, labels.tokens.shape[1]):
             states.append(self.next_state(states[-1], embeddings[:, depth]))

@@ -50,8 +50,8 @@ class Teacher:
     ) -> tuple[Float[torch.Tensor, "label output"], Float[torch.Tensor, "label output"]]:
         """Return p of the drafter's outputs after each token `text`, and `log_q` unchanged.
 
-        In a reduced vocabulary p sums to less than 1. It is computed once for neighbours with one
-        token; the host waits for the number of tokens.
+        In a reduced vocabulary p sums to at most 1. Neighbours with the same `text` share one
+        computation of p; the host waits for the number of computations.
         """
         with torch.no_grad():
             tokens, entry = text.unique_consecutive(return_inverse=True)

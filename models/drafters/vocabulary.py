@@ -53,7 +53,10 @@ class ReducedVocabulary(nn.Module):
     _heads: tuple[nn.Linear, ...] = ()
 
     def add_draft_vocabulary(self, size: int | None, vocab_size: int) -> int:
-        """Return the number of outputs. Raises ValueError if it exceeds the target's vocabulary."""
+        """Return the number of outputs, after adding the buffer `draft_tokens` unless `size` is None.
+
+        Raises ValueError if `size` exceeds the target's vocabulary.
+        """
         self.vocab_size = vocab_size
         if size is None:
             return vocab_size

@@ -62,5 +62,5 @@ class Pairs(LastStateDrafter):
     def loss(self, batch, objective):
         labels = Labels.of(batch)
         hidden = labels.at_positions(batch.hidden_states)[:, None].expand(-1, labels.tokens.shape[1], -1)
-        inputs = hidden, self.embed(labels.previous.clamp(min=0))
+        inputs = hidden, self.embed(labels.inputs)
         return score(self.logits, inputs, labels, batch, objective, vocabulary=self.vocabulary)

@@ -15,6 +15,7 @@ from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.block import Block
 from outrider.models.drafters.branches import Slots, attend_densely
 from outrider.models.drafters.fused_layers import spread_feature_layers
+from outrider.models.drafters.labels import Labels
 from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.options import BlockConfig
 from outrider.models.llm.hf_target import HFTarget
@@ -97,7 +98,7 @@ def test_training_reads_each_block_like_the_slow_version(family: HFTarget, form:
     batch = make_batch(family, drafter.feature_layers)
     labels = labelled(batch)
     assert len(labels) == 4
-    outputs = drafter.read_blocks(batch, torch.tensor([token for *_, token in labels]))
+    outputs = drafter.read_blocks(batch, Labels.of(batch))
     assert batch.features is not None
     for output, (row, position, token) in zip(outputs, labels, strict=True):
         torch.testing.assert_close(output, slow_block(drafter, batch.features[row, : position + 1], token))
@@ -107,8 +108,7 @@ def test_packed_texts_are_read_like_separate_ones(llama: HFTarget) -> None:
     drafter = block_drafter(llama)
     batch = make_batch(llama, drafter.feature_layers)
     assert batch.features is not None
-    tokens = torch.tensor([token for *_, token in labelled(batch)])
-    apart = drafter.read_blocks(batch, tokens)
+    apart = drafter.read_blocks(batch, Labels.of(batch))
 
     def packed(values: torch.Tensor) -> torch.Tensor:
         return torch.cat([values[0], values[1, :8]])[None]
@@ -118,7 +118,8 @@ def test_packed_texts_are_read_like_separate_ones(llama: HFTarget) -> None:
         name: packed(getattr(batch, name))
         for name in ("input_ids", "attention_mask", "positions", "continuations", "hidden_states", "features")
     }
-    together = drafter.read_blocks(DrafterBatch(**columns, starts=starts), tokens)
+    together_batch = DrafterBatch(**columns, starts=starts)
+    together = drafter.read_blocks(together_batch, Labels.of(together_batch))
     torch.testing.assert_close(together, apart)
 
 
@@ -127,12 +128,11 @@ def test_a_block_reads_nothing_after_its_position(llama: HFTarget) -> None:
     batch = make_batch(llama, drafter.feature_layers)
     labels = labelled(batch)
     index, (row, position, _) = next((index, label) for index, label in enumerate(labels) if label[1] == 4)
-    tokens = torch.tensor([token for *_, token in labels])
-    before = drafter.read_blocks(batch, tokens)
+    before = drafter.read_blocks(batch, Labels.of(batch))
     assert batch.features is not None
     features = batch.features.clone()
     features[row, position + 1 :] += 1.0
-    after = drafter.read_blocks(replace(batch, features=features), tokens)
+    after = drafter.read_blocks(replace(batch, features=features), Labels.of(batch))
     torch.testing.assert_close(after[index], before[index], rtol=0, atol=0)
     assert not torch.equal(after, before), "blocks further on do read it"
 

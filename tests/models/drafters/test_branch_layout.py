@@ -4,6 +4,7 @@ import torch
 
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.drafters.branches import Branches
+from outrider.models.drafters.labels import Labels
 
 
 def test_branches_see_the_text_before_them_and_themselves():
@@ -14,7 +15,7 @@ def test_branches_see_the_text_before_them_and_themselves():
         positions=positions,
         continuations=torch.full((2, 4, 3), UNKNOWN),
     )
-    branches = Branches.of(batch)
+    branches = Branches.of(batch, Labels.of(batch).positions)
     assert branches.columns.tolist() == [[0, 2], [1, 0]]
     assert branches.index.tolist() == [0, 1, 2], "the last branch of the second row is padding"
     values = torch.tensor([[5.0], [6.0], [7.0]])
@@ -50,7 +51,7 @@ def test_branches_see_nothing_of_another_text_in_their_row():
         continuations=torch.full((1, 5, 3), UNKNOWN),
         starts=starts,
     )
-    branches = Branches.of(batch)
+    branches = Branches.of(batch, Labels.of(batch).positions)
     assert branches.positions.tolist() == [[1, 0, 1]]
     assert branches.text_mask(with_own_column=True)[0, 0].int().tolist() == [[1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0]]
     assert branches.whole_mask(1)[0, 0, 3].int().tolist() == [0, 0, 1, 1, 0, 0, 0, 0]

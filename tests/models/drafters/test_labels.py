@@ -78,12 +78,14 @@ def by_loops(batch: DrafterBatch) -> dict[str, list[Any]]:
 @pytest.mark.parametrize("horizon", [2, 4])
 def test_labels_and_branches_equal_those_of_loops_over_the_tokens(horizon: int, packing: bool) -> None:
     batch = make_batch(horizon, packing=packing)
-    labels, branches, expected = Labels.of(batch), Branches.of(batch), by_loops(batch)
+    labels, expected = Labels.of(batch), by_loops(batch)
+    branches = Branches.of(batch, labels.positions)
     assert len(labels.positions) == 12
     assert 0 < labels.on_text[labels.known].sum() < labels.known.sum() < labels.known.numel()
-    assert branches.tokens.tolist() == expected["positions"]
     for name, values in expected.items():
         assert getattr(labels if hasattr(labels, name) else branches, name).tolist() == values, name
     first = labels.first(1)
     assert (first.tokens.tolist(), first.known.tolist()) == (labels.tokens[:, :1].tolist(), labels.known[:, :1].tolist())
     assert labels.first(9).known.shape == labels.known.shape
+    third = labels.every(3)
+    assert (third.positions.tolist(), third.known.tolist()) == (labels.positions[::3].tolist(), labels.known[::3].tolist())

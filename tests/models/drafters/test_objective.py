@@ -381,3 +381,9 @@ def test_a_loss_against_the_target_needs_its_head(heads):
     objective, vocabulary = Objective(loss=LossKind.kl), DraftVocabulary(size=VOCAB)
     with pytest.raises(ValueError, match="the loss kl needs the target's head"):
         score(heads[1], (drafter_rows(labels),), labels, batch, objective, vocabulary=vocabulary)
+
+
+@pytest.mark.parametrize(("field", "names"), [("weights", "uniform, dpace"), ("teacher", "full, top_k")])
+def test_a_misspelt_objective_is_an_error(field: str, names: str) -> None:
+    with pytest.raises(ValueError, match=f"no {field} 'dpcae'; choose one of {names}"):
+        Objective(**{field: "dpcae"})
