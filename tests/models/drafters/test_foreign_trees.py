@@ -14,11 +14,13 @@ from outrider.models.drafters.medusa import Medusa
 from ...decoded import texts_of
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
+# Fresh weights at random: those that start as the target's add nothing to what a drafter reads, so its
+# cache would have no influence.
 SMALL: dict[str, dict[str, Any]] = {
-    "block": {"block": 3, "width": 3},
+    "block": {"block": 3, "width": 3, "init": "random"},
     "draft_model": {"num_layers": 1, "length": 3, "top_k": 2},
-    "eagle": {"depth": 3, "top_k": 3, "tree_nodes": 8},
-    "eagle3": {"depth": 3, "top_k": 3, "tree_nodes": 8},
+    "eagle": {"depth": 3, "top_k": 3, "tree_nodes": 8, "init": "random"},
+    "eagle3": {"depth": 3, "top_k": 3, "tree_nodes": 8, "init": "random"},
     "medusa": {"tree_nodes": 8},
     "redrafter": {"beam_width": 3, "beam_length": 3, "tree_nodes": 8},
 }
@@ -104,6 +106,19 @@ def start(target, drafter) -> tuple[Any, torch.Tensor]:
     prompts = Prompts.of([torch.tensor(prompt) for prompt in PROMPTS])
     prefill = target.prefill(prompts, max_new_tokens=20, max_nodes=drafter.max_nodes, feature_layers=drafter.feature_layers)
     return drafter.init_state(prompts, prefill, max_new_tokens=20), torch.tensor([5, 6, 7])
+
+
+@pytest.mark.parametrize("drafter", ["block", "draft_model", "eagle", "eagle3"], indirect=True)
+@torch.inference_mode()
+def test_a_spoiled_cache_changes_the_search(target, drafter):
+    """If it didn't, the tests above would pass for a drafter that reads the wrong tokens."""
+    expected, _ = drafter.search(*start(target, drafter))
+    state, last_token = start(target, drafter)
+    for buffer in state.text._buffers:
+        buffer.normal_()
+    actual, _ = drafter.search(state, last_token)
+    assert not torch.equal(expected.tokens, actual.tokens)
+    assert not torch.allclose(expected.scores, actual.scores, rtol=1e-3)
 
 
 @torch.inference_mode()
