@@ -180,49 +180,57 @@ class LastStateDrafter(TrainableDrafter):
 class CachedText:
     """State of a batch of texts without their last tokens, which come with the next draft."""
 
-    text: TreeCache
+    cache: TreeCache
     """Keys and values of the texts without the unread tokens."""
-    unread: tuple[torch.Tensor, ...]
-    """The unread tokens, [batch, unread], and the target's features at them, [batch, unread, feature],
-    if the drafter reads any. Each row has at least one; what follows its last one is arbitrary."""
+    unread_tokens: Int[torch.Tensor, "batch unread"]
+    """Committed tokens that the drafter hasn't read. Each row has at least one; what follows its last
+    one is arbitrary."""
+    unread_features: Float[torch.Tensor, "batch unread feature"] | None
+    """The target's features at the unread tokens; None if the drafter reads none."""
     num_unread: Counts
-
-    @property
-    def tokens(self) -> Int[torch.Tensor, "batch unread"]:
-        return self.unread[0]
-
-    @property
-    def features(self) -> Float[torch.Tensor, "batch unread feature"]:
-        return self.unread[1]
 
     def select(self, rows: Sequence[int]) -> "CachedText":
         """Return the state of these rows only."""
-        self.text.select(rows)
-        return replace(self, unread=tuple(part[rows] for part in self.unread), num_unread=self.num_unread.select(rows))
+        self.cache.select(rows)
+        return replace(self._with_unread(lambda values: values[rows]), num_unread=self.num_unread.select(rows))
 
     def to_width(self, width: int) -> "CachedText":
-        """Return the same state with room for so many unread tokens."""
-        return replace(self, unread=tuple(to_width(part, width) for part in self.unread))
+        """Return the same state with the unread tokens padded or cut to a width, `num_unread` at least."""
+        return self._with_unread(lambda values: to_width(values, width))
 
     def with_last(self, last_token: Int[torch.Tensor, " batch"]) -> Int[torch.Tensor, "batch unread_and_last"]:
         """Return the unread tokens, and the last token behind them."""
-        return pad(self.tokens, (0, 1)).scatter(1, self.num_unread.device[:, None], last_token[:, None])
+        return pad(self.unread_tokens, (0, 1)).scatter(1, self.num_unread.device[:, None], last_token[:, None])
 
     def followed_by(self, other: "CachedText") -> "CachedText":
         """Return the state with the unread tokens of another one behind its own."""
-        parts = zip(self.unread, other.unread, strict=True)
-        unread = tuple(append(part, self.num_unread, new) for part, new in parts)
-        return replace(self, unread=unread, num_unread=self.num_unread + other.num_unread)
+        features = other.unread_features
+        if self.unread_features is not None and features is not None:
+            features = append(self.unread_features, self.num_unread, features)
+        return replace(
+            self,
+            unread_tokens=append(self.unread_tokens, self.num_unread, other.unread_tokens),
+            unread_features=features,
+            num_unread=self.num_unread + other.num_unread,
+        )
+
+    def _with_unread(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "CachedText":
+        features = None if self.unread_features is None else change(self.unread_features)
+        return replace(self, unread_tokens=change(self.unread_tokens), unread_features=features)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedDraft:
-    """What `advance` needs of a draft: the text, all of which was read but its last token."""
+    """What `advance` needs of a draft, or of a skipped step."""
 
-    text: TreeCache
+    state: CachedText
+    """The state before. Its cache has the unread tokens now, unless the step was skipped."""
     last_token: Int[torch.Tensor, " batch"]
-    skipped: CachedText | None = None
-    """The state before, if nothing was read."""
+    is_skipped: bool = False
+    """Whether nothing was read."""
+    proposed: DraftTree | None = None
+    """The proposal: only of this tree do `entries` belong to the drafter's cache. None if the search was
+    for a merge."""
 
 
 class CachedDrafter(TrainableDrafter):
@@ -273,25 +281,31 @@ class CachedDrafter(TrainableDrafter):
         self, state: CachedText, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[SearchTree, CachedDraft]:
         state = state.to_width(self.read_width(max(state.num_unread.host)))
-        return self.search_after(state, last_token, generator), CachedDraft(text=state.text, last_token=last_token)
+        return self.search_after(state, last_token, generator), CachedDraft(state=state, last_token=last_token)
+
+    def propose(
+        self, state: CachedText, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+    ) -> tuple[DraftTree, CachedDraft]:
+        tree, drafted = super().propose(state, last_token, generator=generator)
+        return tree, replace(drafted, proposed=tree)
 
     def skip(self, state: CachedText, last_token: Int[torch.Tensor, " batch"]) -> CachedDraft:
         """Leave the tokens unread, unless there are many of them."""
         if max(state.num_unread.host) < MAX_UNREAD:
-            return CachedDraft(text=state.text, last_token=last_token, skipped=state)
+            return CachedDraft(state=state, last_token=last_token, is_skipped=True)
         return self.search(state, last_token)[1]
 
     def advance(self, drafted: CachedDraft, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> CachedText:
-        # 1. After its own tree, a drafter whose cache has the nodes keeps those of the path but the last.
-        if tree.entries is not None:
+        # 1. The cache may have the nodes of the drafter's own tree: keep those of the path, but not the last.
+        if tree is drafted.proposed and tree.entries is not None:
             return _after_own_tree(drafted, tree, tree.entries, accepted.cut())
         # 2. Otherwise the next draft reads all that the target has committed.
-        unread = [torch.cat([drafted.last_token[:, None], accepted.drafts], dim=1)]
         features = self.target_features(output)
         if features is not None:
-            unread.append(features.gather(1, accepted.entries[..., None].expand(-1, -1, features.shape[-1])))
-        state = CachedText(text=drafted.text, unread=tuple(unread), num_unread=accepted.num_read)
-        return state if drafted.skipped is None else drafted.skipped.followed_by(state)
+            features = features.gather(1, accepted.entries[..., None].expand(-1, -1, features.shape[-1]))
+        tokens = torch.cat([drafted.last_token[:, None], accepted.drafts], dim=1)
+        state = replace(drafted.state, unread_tokens=tokens, unread_features=features, num_unread=accepted.num_read)
+        return drafted.state.followed_by(state) if drafted.is_skipped else state
 
     def new_cache(self, prompts: Prompts, *, max_new_tokens: int, is_fixed: bool = False) -> TreeCache:
         """Return an empty cache with room for the prompts, the answers and a draft."""
@@ -335,8 +349,9 @@ def read_prompts(
     write(prompts.input_ids[:, -num_read:], features[:, :num_read], torch.arange(num_read, device=features.device)[None])
     cache.keep(None, Counts.of([length - 1 for length in prompts.lengths], features.device))
     return CachedText(
-        text=cache,
-        unread=(prompts.last(prompts.input_ids)[:, None], prompts.last(features)[:, None]),
+        cache=cache,
+        unread_tokens=prompts.last(prompts.input_ids)[:, None],
+        unread_features=prompts.last(features)[:, None],
         num_unread=Counts.of([1] * batch, features.device),
     )
 
@@ -348,7 +363,7 @@ def _after_own_tree(
     kept = None
     if num_kept := accepted.path.shape[1]:
         kept = pad(entries.gather(1, accepted.path.clamp(min=0)), (1, 0))[:, :num_kept]
-    drafted.text.keep(kept, accepted.num_accepted)
+    drafted.state.cache.keep(kept, accepted.num_accepted)
     tokens = torch.cat([drafted.last_token[:, None], tree.tokens], dim=1).gather(1, accepted.entry[:, None])
     ones = Counts(torch.ones_like(drafted.last_token), (1,) * len(drafted.last_token))
-    return CachedText(text=drafted.text, unread=(tokens,), num_unread=ones)
+    return replace(drafted.state, unread_tokens=tokens, unread_features=None, num_unread=ones)

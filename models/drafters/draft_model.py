@@ -33,7 +33,7 @@ from ..machine import is_out_of_memory
 from .base import CachedDrafter, CachedText
 from .beams import SearchTree
 from .branches import Branches
-from .fixed_draft import draw_tree, search_tree
+from .draft_model_search import draw_tree, search_tree
 from .group_search import GroupDrawing, level_sizes
 from .labels import Labels
 from .objective import Loss, Objective, score
@@ -148,7 +148,7 @@ class DraftModel(CachedDrafter):
 
     def search_after(self, state: CachedText, last_token: Int[torch.Tensor, " batch"], generator: Randomness) -> SearchTree:
         # 1. Read the unread tokens, which stay, and the last one, which the tree begins with.
-        cache, tokens = state.text, state.with_last(last_token)
+        cache, tokens = state.cache, state.with_last(last_token)
         logits = self.reader.read_tree(cache, tokens[:, 0], chain_tree(tokens[:, 1:])).logits
         logits = logits.gather(1, state.num_unread.device[:, None, None].expand(-1, 1, logits.shape[-1]))
         cache.keep(None, state.num_unread)
@@ -248,7 +248,8 @@ def _drop_last(cache: TreeCache, prompts: Prompts) -> None:
 def _state_after(prompts: Prompts, cache: TreeCache) -> CachedText:
     """Return the state after prompts, whose last tokens the cache lacks."""
     ones = Counts.of([1] * len(prompts.lengths), prompts.input_ids.device)
-    return CachedText(text=cache, unread=(prompts.last(prompts.input_ids)[:, None],), num_unread=ones)
+    tokens = prompts.last(prompts.input_ids)[:, None]
+    return CachedText(cache=cache, unread_tokens=tokens, unread_features=None, num_unread=ones)
 
 
 def _require_readable_texts(reader: HFTarget, config: DraftModelConfig) -> None:

@@ -90,14 +90,16 @@ class GraphedCachedDrafter(GraphedDrafter):
     def _replayed(
         self, recordings: GraphedFunction[Output], state: CachedText, last_token: Int[torch.Tensor, " batch"]
     ) -> tuple[Output, CachedDraft]:
-        cache, wide = state.text, state.to_width(self.drafter.draft_entries)
+        cache, wide = state.cache, state.to_width(self.drafter.draft_entries)
         extent = cache.reserve_columns(self.drafter.draft_columns)
         if cache.num_moves > self._num_moves:
             self._forget()
             self._num_moves = cache.num_moves
-        output = recordings(last_token, cache.lengths.device, wide.num_unread.device, *wide.unread, key=extent)
+        features = () if wide.unread_features is None else (wide.unread_features,)
+        inputs = last_token, cache.lengths.device, wide.num_unread.device, wide.unread_tokens, *features
+        output = recordings(*inputs, key=extent)
         cache.count(state.num_unread.host)
-        return output, CachedDraft(text=cache, last_token=last_token)
+        return output, CachedDraft(state=state, last_token=last_token)
 
     def _forget(self) -> None:
         self._draft.forget()
@@ -105,12 +107,14 @@ class GraphedCachedDrafter(GraphedDrafter):
 
     def _search_now(self, *inputs: torch.Tensor) -> SearchTree:
         """Search after texts of given lengths, which the cache has at first."""
-        last_token, lengths, num_unread, *unread = inputs
+        last_token, lengths, num_unread, tokens, *features = inputs
         assert self._cache is not None, "init_state must come before propose"
         self._cache.lengths.device.copy_(lengths)  # a recording runs several times
         # With these numbers the host's lengths stay as they are: `_replayed` counts.
         counts = Counts(num_unread, (0,) * len(num_unread))
-        state = CachedText(text=self._cache, unread=tuple(unread), num_unread=counts)
+        state = CachedText(
+            cache=self._cache, unread_tokens=tokens, unread_features=next(iter(features), None), num_unread=counts
+        )
         # A recording reads accepted tokens again, so that all steps are alike.
         return replace(self.drafter.search_after(state, last_token, None), entries=None)
 

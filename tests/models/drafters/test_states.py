@@ -145,7 +145,7 @@ def test_a_spoiled_cache_changes_the_drafts(drafter, target):
     """If it didn't, the other tests would pass for a drafter that mixes up the rows of its cache."""
     expected = run(target, drafter, start(target, drafter)).texts
     point = start(target, drafter)
-    for buffer in point.state.text._buffers:
+    for buffer in point.state.cache._buffers:
         buffer.normal_()
     assert run(target, drafter, point).texts != expected
 

@@ -139,7 +139,7 @@ def tree_of(drafter, target, rows, max_new_tokens=60, *, is_spoiled=False) -> li
     layers = drafter.feature_layers
     prefill = target.prefill(prompts, max_new_tokens=60, max_nodes=drafter.max_nodes, feature_layers=layers)
     state, trees = drafter.init_state(prompts, prefill, max_new_tokens=max_new_tokens), []
-    for buffer in state.text._buffers if is_spoiled else ():
+    for buffer in state.cache._buffers if is_spoiled else ():
         buffer.normal_()
     for index in range(6):
         tree, drafted = drafter.propose(state, last)
