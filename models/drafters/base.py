@@ -65,6 +65,19 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
 
     # --- decoding: see `Drafter`
 
+    @property
+    @abstractmethod
+    def max_nodes(self) -> int: ...
+
+    @abstractmethod
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Any: ...
+
+    @abstractmethod
+    def advance(self, drafted: Any, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> Any: ...
+
+    @abstractmethod
+    def select(self, state: Any, rows: Sequence[int]) -> Any: ...
+
     @abstractmethod
     def search(
         self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
@@ -78,15 +91,23 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
 
     @abstractmethod
     def skip(self, state: Any, last_token: Int[torch.Tensor, " batch"]) -> Any:
-        """Return what `advance` needs in a step without drafts of this drafter."""
+        """Return what `advance` needs in a step without drafts of this drafter, which reads nothing now."""
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether drafting samples nothing: a recording would repeat its random numbers."""
+        return True
 
     def pack(self, search: SearchTree) -> DraftTree:
-        """Return the proposal: the `max_nodes` likeliest nodes of a search. The host reads nothing."""
+        """Return the proposal; the host reads nothing, so that a recording can repeat it.
+
+        By default it has the `max_nodes` likeliest nodes, or whole groups of drawn siblings.
+        """
         pack = pack_likeliest if search.drawn_from is None else pack_groups
         return pack(search, self.max_nodes)
 
     def trim(self, tree: DraftTree) -> DraftTree:
-        """Cut padding from a proposal, which may read values. By default there is none."""
+        """Cut padding from a proposal, for which the host may read values. By default cut nothing."""
         return tree
 
     def propose(
@@ -188,6 +209,8 @@ class CachedText:
     unread_features: Float[torch.Tensor, "batch unread feature"] | None
     """The target's features at the unread tokens; None if the drafter reads none."""
     num_unread: Counts
+    batch_number: int = 0
+    """Which batch of a recorded drafter it belongs to: all batches share a cache, and the next ends it."""
 
     def select(self, rows: Sequence[int]) -> "CachedText":
         """Return the state of these rows only."""
@@ -236,15 +259,10 @@ class CachedDraft:
 class CachedDrafter(TrainableDrafter):
     """A drafter with a KV cache.
 
-    A draft first reads the tokens that the target has committed since the draft before: as many as the
-    fullest row has, or in a recording always `draft_entries`, padded. This class decides which tokens
-    these are; a kind reads them and searches (`search_after`).
+    A draft first reads the tokens that the target has committed since the draft before. This class
+    decides which tokens these are. It pads them to `read_width`, or in a recording to `draft_entries`.
+    A kind reads them and searches (`search_after`).
     """
-
-    @property
-    def can_be_recorded(self) -> bool:
-        """Whether drafting samples nothing."""
-        return True
 
     @property
     @abstractmethod
@@ -254,27 +272,39 @@ class CachedDrafter(TrainableDrafter):
     @property
     @abstractmethod
     def draft_entries(self) -> int:
-        """Most tokens that a step adds to a text: the last token, and a longest accepted path."""
+        """Most tokens that a step adds to a text with the drafter's own tree: the last one and a path.
+
+        A recording reads as many. A draft that must read more, after skipped steps or a longer path of
+        another drafter, isn't replayed.
+        """
 
     @property
     @abstractmethod
     def draft_columns(self) -> int:
-        """Columns that a draft writes after the text, at most, if no step before was skipped."""
+        """Most columns that a draft writes after the cached text, if it reads at most `draft_entries`.
+
+        The unread tokens and the nodes that the search reads are in these columns.
+        """
 
     def read_width(self, num_unread: int) -> int:
-        """Return how many tokens a draft reads if the fullest row has `num_unread`: by default so many."""
+        """Return the width, at least `num_unread`, to which a draft pads the unread tokens.
+
+        `num_unread` is the number of the fullest row. By default it is the width.
+        """
         return num_unread
 
     def target_features(self, source: TargetOutput) -> Float[torch.Tensor, "batch entry feature"] | None:
-        """Return the features that the drafter reads; by default None."""
+        """Return the features that the drafter reads in the target's output; by default None."""
         return None
 
     @abstractmethod
     def search_after(self, state: CachedText, last_token: Int[torch.Tensor, " batch"], generator: Randomness) -> SearchTree:
         """Read the unread tokens, which the cache keeps, and search for what follows `last_token`.
 
-        Shapes depend on nothing but the shapes of the arguments and the cache's extent, so that a
-        recording can repeat it. The host's numbers in `num_unread` serve only what the cache counts.
+        The tokens are padded: row b has `num_unread[b]`. The tree has `entries` if the cache has its
+        nodes behind the kept tokens, as the target would read them. Shapes depend on nothing but the
+        shapes of the arguments and the cache's extent, so that a recording can repeat it. The host's
+        numbers in `num_unread` serve only what the cache counts.
         """
 
     def search(
@@ -339,8 +369,8 @@ def read_prompts(
 ) -> CachedText:
     """Read prompts without their last tokens into an empty cache, and return the state.
 
-    `write` adds the keys and values of features, [batch, entry, feature], at these positions; it also
-    gets the token after each.
+    `write` is called once, with tokens [batch, entry], features [batch, entry, feature] and positions
+    [1, entry]. It adds an entry for each feature; the entry's token is the one after the feature's.
     """
     batch, num_tokens = prompts.input_ids.shape
     # At least one entry, which isn't kept: the cache then has its memory before anything is recorded.

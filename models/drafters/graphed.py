@@ -63,14 +63,15 @@ class GraphedDrafter:
 class GraphedCachedDrafter(GraphedDrafter):
     """Wrapper of a drafter with a KV cache.
 
-    The cache stays at its address: the next batch that fits takes it over, and the states of the
-    batch before are then gone.
+    The cache stays at its address, and the next batch that fits takes it over. Any `init_state` ends
+    all states that came before it, also if the batch doesn't fit.
     """
 
     def __init__(self, drafter: CachedDrafter, recorder: Recorder | None = None) -> None:
         super().__init__(drafter, recorder)
         self._cache: TreeCache | None = None
         self._num_moves = 0
+        self._num_batches = 0
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Any:
         capacity = prompts.input_ids.shape[1] + max_new_tokens + self.drafter.draft_columns
@@ -81,10 +82,15 @@ class GraphedCachedDrafter(GraphedDrafter):
             self._forget()
             self._cache = self.drafter.new_cache(prompts, max_new_tokens=max_new_tokens, is_fixed=True)
             self._num_moves = 0
-        return self.drafter.begin(self._cache, prompts, prefill)
+        self._num_batches += 1
+        return replace(self.drafter.begin(self._cache, prompts, prefill), batch_number=self._num_batches)
 
     def _can_replay(self, state: CachedText) -> bool:
-        """Return whether the unread tokens have room: those of skipped steps may have none."""
+        """Return whether a recording reads as many tokens as are unread.
+
+        There may be more after skipped steps, or after a longer path of another drafter's tree.
+        """
+        assert state.batch_number == self._num_batches, "a later init_state has ended this state"
         return max(state.num_unread.host) <= self.drafter.draft_entries
 
     def _replayed(
@@ -122,12 +128,14 @@ class GraphedCachedDrafter(GraphedDrafter):
 def graphed(drafter: Drafter[Any, Any], recorder: Recorder | None = None) -> Drafter[Any, Any]:
     """Return a drafter that is replayed as CUDA graphs; the drafter itself if it can't be recorded.
 
-    Of a merged drafter, the searches of its trained sources are.
+    Recorded are trained drafters that sample nothing and whose state is a hidden state or has a KV
+    cache. Of a merged drafter, the searches of such sources are recorded.
     """
-    if isinstance(drafter, LastStateDrafter):
-        return GraphedDrafter(drafter, recorder)
-    if isinstance(drafter, CachedDrafter) and drafter.can_be_recorded:
-        return GraphedCachedDrafter(drafter, recorder)
     if isinstance(drafter, MergedDrafter):
         return drafter.recorded(lambda source: graphed(source, recorder))
+    if isinstance(drafter, TrainableDrafter) and drafter.can_be_recorded:
+        if isinstance(drafter, LastStateDrafter):
+            return GraphedDrafter(drafter, recorder)
+        if isinstance(drafter, CachedDrafter):
+            return GraphedCachedDrafter(drafter, recorder)
     return drafter

@@ -260,6 +260,27 @@ def test_a_drafter_that_draws_its_tree_is_not_recorded(target):
     assert graphed_drafters.graphed(drafter) is drafter
 
 
+def test_a_drafter_of_the_last_state_that_draws_is_not_recorded(redrafter, monkeypatch):
+    """A recording would drop the generator."""
+    monkeypatch.setattr(type(redrafter), "can_be_recorded", False)
+    assert graphed_drafters.graphed(redrafter) is redrafter
+
+
+@pytest.mark.parametrize("rows", [PROMPTS, [[5] * 200] * 5])
+def test_a_state_that_a_later_batch_has_ended_is_an_error(target, rows):
+    """Its cache now has another text, also if the later batch was too large for the same memory."""
+    replayed = graphed_drafters.graphed(trained_of(target, "eagle"), ReplayingRecorder())
+    states = []
+    for texts in (PROMPTS, rows):
+        prompts = Prompts.of([torch.tensor(text) for text in texts])
+        states.append(replayed.init_state(prompts, target.prefill(prompts, max_new_tokens=9, max_nodes=8), max_new_tokens=9))
+    with torch.inference_mode():
+        replayed.propose(states[1], torch.arange(len(rows)))
+        for draft in (replayed.propose, replayed.search):
+            with pytest.raises(AssertionError, match="a later init_state has ended this state"):
+                draft(states[0], torch.arange(len(PROMPTS)))
+
+
 @pytest.mark.parametrize("options", [{}, {"top_k": 3, "tree_nodes": 5}])
 def test_a_draft_model_replays_its_own_passes(target, recorder, monkeypatch, options):
     monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
