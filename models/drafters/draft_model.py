@@ -1,10 +1,10 @@
 """An independent draft model: a smaller causal LM with the target's vocabulary.
 
-Paper: arXiv 2211.17192. The model is trained by distillation on the target's continuations. Text
-and branches are read in one pass, and entry c_d of a branch predicts c_{d+1}. It drafts one of:
+Paper: arXiv 2211.17192. The model is trained by distillation on the target's continuations. Training
+reads text and branches in one pass, and entry c_d of a branch predicts c_{d+1}. It drafts one of:
 
-    a chain of its arg-max tokens                          top_k 1
-    a tree of its most probable continuations              top_k > 1 (as EAGLE-2, arXiv 2406.16858)
+    a chain of its arg-max tokens                          top_k 1, no temperature
+    a tree of the likeliest `top_k` nodes of each depth    top_k > 1, no temperature
     a chain or tree drawn from its warped distribution q   temperature > 0, see `group_search`
 
 The first two are functions of the text. Speculative sampling accepts their children with the
@@ -108,8 +108,8 @@ class DraftModel(CachedDrafter):
 
     @property
     def max_entries(self) -> int:
-        """Most nodes that the cache holds besides the text."""
-        return self.config.length * self.config.top_k
+        """Most nodes that the cache holds besides the text: those of the last depth are never read."""
+        return (self.config.length - 1) * self.config.top_k
 
     @property
     def _num_children(self) -> int:

@@ -1,4 +1,4 @@
-"""The common part of EAGLE-1, -2 and -3: one decoder layer over features, and its training.
+"""The common part of EAGLE-1, -2 and -3: one decoder layer over features, its training and search.
 
 Entry t of a text pairs the embedding of token t + 1 with the target's feature at token t. The
 layer's output at entry t predicts token t + 2. It also replaces the feature at t + 1, which the
@@ -261,7 +261,8 @@ class FeatureDrafter(CachedDrafter):
 
     def _read_unread(self, state: CachedText, last_token: Int[torch.Tensor, " batch"]) -> Float[torch.Tensor, "batch hidden"]:
         """Read an entry for each unread token, and return the output of each row's last one."""
-        # 1. An entry has a token's feature and the token after it, which of the last entry is `last_token`.
+        # 1. An entry pairs a token's feature with the token after it. After the last unread token comes
+        # `last_token`.
         cache, tokens = state.cache, state.with_last(last_token)[:, 1:]
         assert state.unread_features is not None
         num_entries = tokens.shape[1]

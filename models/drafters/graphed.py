@@ -132,7 +132,7 @@ def graphed(drafter: Drafter[Any, Any], recorder: Recorder | None = None) -> Dra
     cache. Of a merged drafter, the searches of such sources are recorded.
     """
     if isinstance(drafter, MergedDrafter):
-        return drafter.recorded(lambda source: graphed(source, recorder))
+        return drafter.recorded(lambda source: graphed(source, recorder) if isinstance(source, TrainableDrafter) else source)
     if isinstance(drafter, TrainableDrafter) and drafter.can_be_recorded:
         if isinstance(drafter, LastStateDrafter):
             return GraphedDrafter(drafter, recorder)

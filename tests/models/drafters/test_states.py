@@ -76,7 +76,7 @@ class Point:
 def read(target: HFTarget, drafter: Any, texts: Sequence[Sequence[int]], tree: DraftTree | None = None) -> TargetOutput:
     """Return the target's output for texts, or for a tree after them.
 
-    The target can't be forked, so this prefills again each time.
+    The target has one KV cache, which several answers in turns can't share: prefill again each time.
     """
     prompts = Prompts.of([torch.tensor(text if tree is None else text[:-1]) for text in texts])
     options = {"max_new_tokens": ROOM, "max_nodes": drafter.max_nodes, "feature_layers": drafter.feature_layers}
