@@ -8,8 +8,8 @@ is still a draft: the tree is re-rooted there, and grows on.
 
     last token ─── 0                      formerly nodes 2 and 4
 
-Node 0 may also grow further while the target verifies the tree, in memory of its own. Pure data of
-one row, on the host.
+Nodes may also be read and get children while the target verifies a tree that was made of some of them
+before. Pure data of one row, on the host.
 """
 
 from collections.abc import Iterable, Sequence

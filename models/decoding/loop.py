@@ -1,7 +1,8 @@
 """The decode loop. Plain decoding is this loop with a drafter that proposes nothing.
 
-The host reads from the device once per step, for the whole batch. A drafter may read once more, to
-cut the padding of its tree.
+The loop reads from the device once per step, for the whole batch. Some drafters read more: ReDrafter
+to cut the padding of its default tree, recycling to learn what the target would have chosen, a merge
+to choose nodes on the host.
 """
 
 import time
@@ -124,9 +125,10 @@ def wants_few_sizes(target: Target, rule: AcceptanceRule, generator: Randomness,
 def kept_places(places: Sequence[int], batch: int, *, few_sizes: bool) -> list[int]:
     """Return the rows that stay in a batch, given the `places` of the unfinished answers.
 
-    With `few_sizes` the batch size is always a power of two, because each further size would be
-    compiled or recorded first. The last row is repeated to fill the batch. Its copies decode the
-    same text, so they need no more room than the row itself. Nothing reads or counts them.
+    With `few_sizes` the batch gets a power of two as its size, or keeps a smaller size that it has:
+    each further size would be compiled or recorded first. The last row is repeated to fill the batch.
+    Its copies decode the same text, so they need no more room than the row itself. Their tokens are
+    neither emitted nor counted.
 
         5 of 8 unfinished   0 2 3 6 7   ->   0 2 3 6 7 7 7 7
         4 of 8 unfinished   0 2 3 6     ->   0 2 3 6

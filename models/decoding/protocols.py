@@ -5,12 +5,12 @@
 
     state -- propose --> tree, drafted -- advance, by the accepted path --> the next state
 
-A state owns its memory, such as a KV cache, which is too large to copy: `propose`, `advance` and
-`select` write to it, so what they were given is gone. Pass on the state as a whole only, never its
-parts.
+A state owns its memory, such as a KV cache, which is too large to copy. `propose`, `advance` and
+`select` write to it: never use the state or `drafted` that was an argument again. Pass on the state as
+a whole only, never its parts.
 
 Compiled or recorded passes write to memory of a fixed address, and a drafter has one such memory:
-the next `init_state` takes it over.
+the next `init_state` takes it over, and ends all states that came before it.
 """
 
 from collections.abc import Callable, Sequence
@@ -128,7 +128,7 @@ class Drafter(Protocol[State, Drafted]):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose inputs the drafter reads besides the last hidden states."""
+        """Layers of the target whose inputs the drafter reads: all outputs then have `features`."""
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> State:
         """Return the state after the prompts, with room for `max_new_tokens` more in each row."""
@@ -136,7 +136,11 @@ class Drafter(Protocol[State, Drafted]):
     def propose(
         self, state: State, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[DraftTree, Drafted]:
-        """Return a tree that hangs from `last_token`, and what `advance` needs of the proposal."""
+        """Return a tree that hangs from `last_token`, and what `advance` needs of the proposal.
+
+        `last_token` is committed, but the state is that before it. A tree that is drawn at random is
+        drawn with `generator`.
+        """
 
     def meanwhile(self, drafted: Drafted) -> Meanwhile | None:
         """Return what to do while the target's pass waits for weights; by default None: nothing.
@@ -147,7 +151,11 @@ class Drafter(Protocol[State, Drafted]):
         return None
 
     def advance(self, drafted: Drafted, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> State:
-        """Return the state after the accepted path; `output` is the target's for the tree."""
+        """Return the state after the last token and the accepted path, without the bonus token.
+
+        `tree` is the proposal, and `output` is the target's for it. The next `propose` gets the bonus
+        token.
+        """
 
     def select(self, state: State, rows: Sequence[int]) -> State:
         """Return the state of these rows of the batch only.

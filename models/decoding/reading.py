@@ -31,8 +31,8 @@ Where = Callable[[int, int], str]
 def numbers_of(tree: DraftTree, output: TargetOutput, acceptance: Acceptance) -> Int[torch.Tensor, "batch number"]:
     """Return all numbers of a decision in one tensor, which the host reads in one transfer.
 
-    Its columns are those of `AcceptedPath`. The last ones, which only the host reads, tell whether the
-    logits of the root and of each entry of the path are numbers.
+    Its first columns are those of `AcceptedPath`. The last ones, which only the host reads, are 1 if the
+    logits of the root, or of an entry of the path, are numbers, and 0 if not.
     """
     path = acceptance.path
     # In plain decoding, which is the baseline, nothing is computed that isn't needed.

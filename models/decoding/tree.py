@@ -94,16 +94,20 @@ class DraftTree:
         """
         if not self.num_nodes:
             return self
-        assert self.drawn is None
         assert self.largest is not None
         num_nodes = int(self.largest)
         return self.first(min(-(-num_nodes // bucket) * bucket, self.num_nodes))
 
     def first(self, num_nodes: int) -> "DraftTree":
-        """Return the tree of the first nodes of each row, in the same memory."""
+        """Return the tree of the first nodes of each row, in the same memory. `drawn` must be None."""
+        assert self.drawn is None
         tree = copy(self)  # slices the derived fields too, instead of recomputing them
         for name in ("tokens", "parents", "lineage", "depths"):
             object.__setattr__(tree, name, getattr(self, name)[:, :num_nodes])
+        if self.entries is not None:
+            object.__setattr__(tree, "entries", self.entries[:, :num_nodes])
+        if self.origins is not None:
+            object.__setattr__(tree, "origins", tuple(row[:num_nodes] for row in self.origins))
         return tree
 
 

@@ -65,6 +65,19 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
 
     # --- decoding: see `Drafter`
 
+    @property
+    @abstractmethod
+    def max_nodes(self) -> int: ...
+
+    @abstractmethod
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Any: ...
+
+    @abstractmethod
+    def advance(self, drafted: Any, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> Any: ...
+
+    @abstractmethod
+    def select(self, state: Any, rows: Sequence[int]) -> Any: ...
+
     @abstractmethod
     def search(
         self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
@@ -78,15 +91,23 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
 
     @abstractmethod
     def skip(self, state: Any, last_token: Int[torch.Tensor, " batch"]) -> Any:
-        """Return what `advance` needs in a step without drafts of this drafter."""
+        """Return what `advance` needs in a step without drafts of this drafter, which reads nothing now."""
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether drafting samples nothing: a recording would repeat its random numbers."""
+        return True
 
     def pack(self, search: SearchTree) -> DraftTree:
-        """Return the proposal: the `max_nodes` likeliest nodes of a search. The host reads nothing."""
+        """Return the proposal; the host reads nothing, so that a recording can repeat it.
+
+        By default it has the `max_nodes` likeliest nodes, or whole groups of drawn siblings.
+        """
         pack = pack_likeliest if search.drawn_from is None else pack_groups
         return pack(search, self.max_nodes)
 
     def trim(self, tree: DraftTree) -> DraftTree:
-        """Cut padding from a proposal, which may read values. By default there is none."""
+        """Cut padding from a proposal, for which the host may read values. By default cut nothing."""
         return tree
 
     def propose(
@@ -180,63 +201,68 @@ class LastStateDrafter(TrainableDrafter):
 class CachedText:
     """State of a batch of texts without their last tokens, which come with the next draft."""
 
-    text: TreeCache
+    cache: TreeCache
     """Keys and values of the texts without the unread tokens."""
-    unread: tuple[torch.Tensor, ...]
-    """The unread tokens, [batch, unread], and the target's features at them, [batch, unread, feature],
-    if the drafter reads any. Each row has at least one; what follows its last one is arbitrary."""
+    unread_tokens: Int[torch.Tensor, "batch unread"]
+    """Committed tokens that the drafter hasn't read. Each row has at least one; what follows its last
+    one is arbitrary."""
+    unread_features: Float[torch.Tensor, "batch unread feature"] | None
+    """The target's features at the unread tokens; None if the drafter reads none."""
     num_unread: Counts
-
-    @property
-    def tokens(self) -> Int[torch.Tensor, "batch unread"]:
-        return self.unread[0]
-
-    @property
-    def features(self) -> Float[torch.Tensor, "batch unread feature"]:
-        return self.unread[1]
+    batch_number: int = 0
+    """Which batch of a recorded drafter it belongs to: all batches share a cache, and the next ends it."""
 
     def select(self, rows: Sequence[int]) -> "CachedText":
         """Return the state of these rows only."""
-        self.text.select(rows)
-        return replace(self, unread=tuple(part[rows] for part in self.unread), num_unread=self.num_unread.select(rows))
+        self.cache.select(rows)
+        return replace(self._with_unread(lambda values: values[rows]), num_unread=self.num_unread.select(rows))
 
     def to_width(self, width: int) -> "CachedText":
-        """Return the same state with room for so many unread tokens."""
-        return replace(self, unread=tuple(to_width(part, width) for part in self.unread))
+        """Return the same state with the unread tokens padded or cut to a width, `num_unread` at least."""
+        return self._with_unread(lambda values: to_width(values, width))
 
     def with_last(self, last_token: Int[torch.Tensor, " batch"]) -> Int[torch.Tensor, "batch unread_and_last"]:
         """Return the unread tokens, and the last token behind them."""
-        return pad(self.tokens, (0, 1)).scatter(1, self.num_unread.device[:, None], last_token[:, None])
+        return pad(self.unread_tokens, (0, 1)).scatter(1, self.num_unread.device[:, None], last_token[:, None])
 
     def followed_by(self, other: "CachedText") -> "CachedText":
         """Return the state with the unread tokens of another one behind its own."""
-        parts = zip(self.unread, other.unread, strict=True)
-        unread = tuple(append(part, self.num_unread, new) for part, new in parts)
-        return replace(self, unread=unread, num_unread=self.num_unread + other.num_unread)
+        features = other.unread_features
+        if self.unread_features is not None and features is not None:
+            features = append(self.unread_features, self.num_unread, features)
+        return replace(
+            self,
+            unread_tokens=append(self.unread_tokens, self.num_unread, other.unread_tokens),
+            unread_features=features,
+            num_unread=self.num_unread + other.num_unread,
+        )
+
+    def _with_unread(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "CachedText":
+        features = None if self.unread_features is None else change(self.unread_features)
+        return replace(self, unread_tokens=change(self.unread_tokens), unread_features=features)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedDraft:
-    """What `advance` needs of a draft: the text, all of which was read but its last token."""
+    """What `advance` needs of a draft, or of a skipped step."""
 
-    text: TreeCache
+    state: CachedText
+    """The state before. Its cache has the unread tokens now, unless the step was skipped."""
     last_token: Int[torch.Tensor, " batch"]
-    skipped: CachedText | None = None
-    """The state before, if nothing was read."""
+    is_skipped: bool = False
+    """Whether nothing was read."""
+    proposed: DraftTree | None = None
+    """The proposal: only of this tree do `entries` belong to the drafter's cache. None if the search was
+    for a merge."""
 
 
 class CachedDrafter(TrainableDrafter):
     """A drafter with a KV cache.
 
-    A draft first reads the tokens that the target has committed since the draft before: as many as the
-    fullest row has, or in a recording always `draft_entries`, padded. This class decides which tokens
-    these are; a kind reads them and searches (`search_after`).
+    A draft first reads the tokens that the target has committed since the draft before. This class
+    decides which tokens these are. It pads them to `read_width`, or in a recording to `draft_entries`.
+    A kind reads them and searches (`search_after`).
     """
-
-    @property
-    def can_be_recorded(self) -> bool:
-        """Whether drafting samples nothing."""
-        return True
 
     @property
     @abstractmethod
@@ -246,52 +272,70 @@ class CachedDrafter(TrainableDrafter):
     @property
     @abstractmethod
     def draft_entries(self) -> int:
-        """Most tokens that a step adds to a text: the last token, and a longest accepted path."""
+        """Most tokens that a step adds to a text with the drafter's own tree: the last one and a path.
+
+        A recording reads as many. A draft that must read more, after skipped steps or a longer path of
+        another drafter, isn't replayed.
+        """
 
     @property
     @abstractmethod
     def draft_columns(self) -> int:
-        """Columns that a draft writes after the text, at most, if no step before was skipped."""
+        """Most columns that a draft writes after the cached text, if it reads at most `draft_entries`.
+
+        The unread tokens and the nodes that the search reads are in these columns.
+        """
 
     def read_width(self, num_unread: int) -> int:
-        """Return how many tokens a draft reads if the fullest row has `num_unread`: by default so many."""
+        """Return the width, at least `num_unread`, to which a draft pads the unread tokens.
+
+        `num_unread` is the number of the fullest row. By default it is the width.
+        """
         return num_unread
 
     def target_features(self, source: TargetOutput) -> Float[torch.Tensor, "batch entry feature"] | None:
-        """Return the features that the drafter reads; by default None."""
+        """Return the features that the drafter reads in the target's output; by default None."""
         return None
 
     @abstractmethod
     def search_after(self, state: CachedText, last_token: Int[torch.Tensor, " batch"], generator: Randomness) -> SearchTree:
         """Read the unread tokens, which the cache keeps, and search for what follows `last_token`.
 
-        Shapes depend on nothing but the shapes of the arguments and the cache's extent, so that a
-        recording can repeat it. The host's numbers in `num_unread` serve only what the cache counts.
+        The tokens are padded: row b has `num_unread[b]`. The tree has `entries` if the cache has its
+        nodes behind the kept tokens, as the target would read them. Shapes depend on nothing but the
+        shapes of the arguments and the cache's extent, so that a recording can repeat it. The host's
+        numbers in `num_unread` serve only what the cache counts.
         """
 
     def search(
         self, state: CachedText, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[SearchTree, CachedDraft]:
         state = state.to_width(self.read_width(max(state.num_unread.host)))
-        return self.search_after(state, last_token, generator), CachedDraft(text=state.text, last_token=last_token)
+        return self.search_after(state, last_token, generator), CachedDraft(state=state, last_token=last_token)
+
+    def propose(
+        self, state: CachedText, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+    ) -> tuple[DraftTree, CachedDraft]:
+        tree, drafted = super().propose(state, last_token, generator=generator)
+        return tree, replace(drafted, proposed=tree)
 
     def skip(self, state: CachedText, last_token: Int[torch.Tensor, " batch"]) -> CachedDraft:
         """Leave the tokens unread, unless there are many of them."""
         if max(state.num_unread.host) < MAX_UNREAD:
-            return CachedDraft(text=state.text, last_token=last_token, skipped=state)
+            return CachedDraft(state=state, last_token=last_token, is_skipped=True)
         return self.search(state, last_token)[1]
 
     def advance(self, drafted: CachedDraft, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> CachedText:
-        # 1. After its own tree, a drafter whose cache has the nodes keeps those of the path but the last.
-        if tree.entries is not None:
+        # 1. The cache may have the nodes of the drafter's own tree: keep those of the path, but not the last.
+        if tree is drafted.proposed and tree.entries is not None:
             return _after_own_tree(drafted, tree, tree.entries, accepted.cut())
         # 2. Otherwise the next draft reads all that the target has committed.
-        unread = [torch.cat([drafted.last_token[:, None], accepted.drafts], dim=1)]
         features = self.target_features(output)
         if features is not None:
-            unread.append(features.gather(1, accepted.entries[..., None].expand(-1, -1, features.shape[-1])))
-        state = CachedText(text=drafted.text, unread=tuple(unread), num_unread=accepted.num_read)
-        return state if drafted.skipped is None else drafted.skipped.followed_by(state)
+            features = features.gather(1, accepted.entries[..., None].expand(-1, -1, features.shape[-1]))
+        tokens = torch.cat([drafted.last_token[:, None], accepted.drafts], dim=1)
+        state = replace(drafted.state, unread_tokens=tokens, unread_features=features, num_unread=accepted.num_read)
+        return drafted.state.followed_by(state) if drafted.is_skipped else state
 
     def new_cache(self, prompts: Prompts, *, max_new_tokens: int, is_fixed: bool = False) -> TreeCache:
         """Return an empty cache with room for the prompts, the answers and a draft."""
@@ -325,8 +369,8 @@ def read_prompts(
 ) -> CachedText:
     """Read prompts without their last tokens into an empty cache, and return the state.
 
-    `write` adds the keys and values of features, [batch, entry, feature], at these positions; it also
-    gets the token after each.
+    `write` is called once, with tokens [batch, entry], features [batch, entry, feature] and positions
+    [1, entry]. It adds an entry for each feature; the entry's token is the one after the feature's.
     """
     batch, num_tokens = prompts.input_ids.shape
     # At least one entry, which isn't kept: the cache then has its memory before anything is recorded.
@@ -335,8 +379,9 @@ def read_prompts(
     write(prompts.input_ids[:, -num_read:], features[:, :num_read], torch.arange(num_read, device=features.device)[None])
     cache.keep(None, Counts.of([length - 1 for length in prompts.lengths], features.device))
     return CachedText(
-        text=cache,
-        unread=(prompts.last(prompts.input_ids)[:, None], prompts.last(features)[:, None]),
+        cache=cache,
+        unread_tokens=prompts.last(prompts.input_ids)[:, None],
+        unread_features=prompts.last(features)[:, None],
         num_unread=Counts.of([1] * batch, features.device),
     )
 
@@ -348,7 +393,7 @@ def _after_own_tree(
     kept = None
     if num_kept := accepted.path.shape[1]:
         kept = pad(entries.gather(1, accepted.path.clamp(min=0)), (1, 0))[:, :num_kept]
-    drafted.text.keep(kept, accepted.num_accepted)
+    drafted.state.cache.keep(kept, accepted.num_accepted)
     tokens = torch.cat([drafted.last_token[:, None], tree.tokens], dim=1).gather(1, accepted.entry[:, None])
     ones = Counts(torch.ones_like(drafted.last_token), (1,) * len(drafted.last_token))
-    return CachedText(text=drafted.text, unread=(tokens,), num_unread=ones)
+    return replace(drafted.state, unread_tokens=tokens, unread_features=None, num_unread=ones)

@@ -1,4 +1,7 @@
-"""Beam search with a recurrent drafter (arXiv 2403.09919, sections 3.2 and 3.3)."""
+"""Search trees, the choice of their nodes, and beam search with a recurrent drafter.
+
+Beam search and its merged prefixes are those of arXiv 2403.09919, sections 3.2 and 3.3.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +28,9 @@ class RecurrentDrafter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchTree:
-    """All beams that a search had at any depth. Beams share prefixes, so they form a tree.
+    """All nodes that a search had at any depth, such as the beams of a beam search.
 
+    Paths share prefixes, so they form a tree.
     Nodes are ordered by depth, so parents come before their children. `level_sizes` counts the
     nodes of each depth. `scores` are log-probabilities of the whole path; a child's score never
     exceeds its parent's.
@@ -174,7 +178,7 @@ def likeliest_nodes(search: SearchTree, num_nodes: int) -> Int[torch.Tensor, "ba
 
 def take(search: SearchTree, nodes: Int[torch.Tensor, "batch kept"]) -> DraftTree:
     """Return the tree of some nodes, which ascend and whose parents are among them."""
-    # Without NO_NODE in front, a parent's place among the nodes would be its new number plus one.
+    # With NO_NODE in front, a parent's position is its new number plus one; 0 is the last committed token.
     place = torch.searchsorted(pad(nodes, (1, 0), value=NO_NODE), search.parents.gather(1, nodes))
     entries = None if search.entries is None else search.entries.gather(1, nodes)
     tokens, depth = search.tokens.gather(1, nodes), len(search.level_sizes)
@@ -184,7 +188,8 @@ def take(search: SearchTree, nodes: Int[torch.Tensor, "batch kept"]) -> DraftTre
 def pack(search: SearchTree, kept: Bool[torch.Tensor, "batch node"], num_nodes: int) -> DraftTree:
     """Return the kept nodes as a tree, in order, padded to `num_nodes`.
 
-    The parents of kept nodes must be kept too.
+    The parents of kept nodes must be kept too. The tree has no `entries`: a drafter that has read its
+    nodes reads the accepted path again.
     """
     index = kept.cumsum(1) - 1  # new number of each kept node
     # Nodes that aren't kept write to a dummy last column, which is cut off below.

@@ -312,8 +312,9 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
             row 1   k l|m . . + +           unread m: no query sees the padding
         """
         # 1. The unread tokens, and the inputs of the slots.
-        cache, num_entries, unread = state.text, state.features.shape[1], state.num_unread.device
-        context = self.context(state.features)
+        assert state.unread_features is not None
+        cache, num_entries, unread = state.cache, state.unread_features.shape[1], state.num_unread.device
+        context = self.context(state.unread_features)
         last = (unread - 1)[:, None, None].expand(-1, -1, context.shape[-1])
         inputs = self.slot_inputs(last_token, context.gather(1, last)[:, 0])
         # 2. The pass. All its queries see the same columns. Slots have the positions after the row's tokens.

@@ -1,10 +1,10 @@
 """An independent draft model: a smaller causal LM with the target's vocabulary.
 
-Paper: arXiv 2211.17192. The model is trained by distillation on the target's continuations. Text
-and branches are read in one pass, and entry c_d of a branch predicts c_{d+1}. It drafts one of:
+Paper: arXiv 2211.17192. The model is trained by distillation on the target's continuations. Training
+reads text and branches in one pass, and entry c_d of a branch predicts c_{d+1}. It drafts one of:
 
-    a chain of its arg-max tokens                          top_k 1
-    a tree of its most probable continuations              top_k > 1 (as EAGLE-2, arXiv 2406.16858)
+    a chain of its arg-max tokens                          top_k 1, no temperature
+    a tree of the likeliest `top_k` nodes of each depth    top_k > 1, no temperature
     a chain or tree drawn from its warped distribution q   temperature > 0, see `group_search`
 
 The first two are functions of the text. Speculative sampling accepts their children with the
@@ -33,7 +33,7 @@ from ..machine import is_out_of_memory
 from .base import CachedDrafter, CachedText
 from .beams import SearchTree
 from .branches import Branches
-from .fixed_draft import draw_tree, search_tree
+from .draft_model_search import draw_tree, search_tree
 from .group_search import GroupDrawing, level_sizes
 from .labels import Labels
 from .objective import Loss, Objective, score
@@ -108,8 +108,8 @@ class DraftModel(CachedDrafter):
 
     @property
     def max_entries(self) -> int:
-        """Most nodes that the cache holds besides the text."""
-        return self.config.length * self.config.top_k
+        """Most nodes that the cache holds besides the text: those of the last depth are never read."""
+        return (self.config.length - 1) * self.config.top_k
 
     @property
     def _num_children(self) -> int:
@@ -148,7 +148,7 @@ class DraftModel(CachedDrafter):
 
     def search_after(self, state: CachedText, last_token: Int[torch.Tensor, " batch"], generator: Randomness) -> SearchTree:
         # 1. Read the unread tokens, which stay, and the last one, which the tree begins with.
-        cache, tokens = state.text, state.with_last(last_token)
+        cache, tokens = state.cache, state.with_last(last_token)
         logits = self.reader.read_tree(cache, tokens[:, 0], chain_tree(tokens[:, 1:])).logits
         logits = logits.gather(1, state.num_unread.device[:, None, None].expand(-1, 1, logits.shape[-1]))
         cache.keep(None, state.num_unread)
@@ -252,7 +252,8 @@ def _drop_last(cache: TreeCache, prompts: Prompts) -> None:
 def _state_after(prompts: Prompts, cache: TreeCache) -> CachedText:
     """Return the state after prompts, whose last tokens the cache lacks."""
     ones = Counts.of([1] * len(prompts.lengths), prompts.input_ids.device)
-    return CachedText(text=cache, unread=(prompts.last(prompts.input_ids)[:, None],), num_unread=ones)
+    tokens = prompts.last(prompts.input_ids)[:, None]
+    return CachedText(cache=cache, unread_tokens=tokens, unread_features=None, num_unread=ones)
 
 
 def _require_readable_texts(reader: HFTarget, config: DraftModelConfig) -> None:

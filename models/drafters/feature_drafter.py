@@ -1,4 +1,4 @@
-"""The common part of EAGLE-1, -2 and -3: one decoder layer over features, and its training.
+"""The common part of EAGLE-1, -2 and -3: one decoder layer over features, its training and search.
 
 Entry t of a text pairs the embedding of token t + 1 with the target's feature at token t. The
 layer's output at entry t predicts token t + 2. It also replaces the feature at t + 1, which the
@@ -246,7 +246,7 @@ class FeatureDrafter(CachedDrafter):
         """Read the new entries, then search, or draw groups at random: see `group_search`."""
         output = self._read_unread(state, last_token)
         if not self.config.temperature:
-            return self._search(state.text, output, self._likeliest_children, depth=self.config.depth)
+            return self._search(state.cache, output, self._likeliest_children, depth=self.config.depth)
         num_children = min(self._num_children, self.config.tree_nodes)
         drawing = GroupDrawing(
             temperature=self.config.temperature,
@@ -256,13 +256,15 @@ class FeatureDrafter(CachedDrafter):
         )
         depth = min(self.config.depth, self.max_nodes // num_children)  # a deeper node has no room
         return drawing.drawn(
-            self._search(state.text, output, lambda outputs: drawing.children(self.logits(outputs)), depth=depth)
+            self._search(state.cache, output, lambda outputs: drawing.children(self.logits(outputs)), depth=depth)
         )
 
     def _read_unread(self, state: CachedText, last_token: Int[torch.Tensor, " batch"]) -> Float[torch.Tensor, "batch hidden"]:
         """Read an entry for each unread token, and return the output of each row's last one."""
-        # 1. An entry has a token's feature and the token after it, which of the last entry is `last_token`.
-        cache, tokens = state.text, state.with_last(last_token)[:, 1:]
+        # 1. An entry pairs a token's feature with the token after it. After the last unread token comes
+        # `last_token`.
+        cache, tokens = state.cache, state.with_last(last_token)[:, 1:]
+        assert state.unread_features is not None
         num_entries = tokens.shape[1]
         # 2. Read them.
         cache.begin_pass(num_entries)
@@ -271,7 +273,7 @@ class FeatureDrafter(CachedDrafter):
         steps = torch.arange(num_entries, device=tokens.device)
         related = (steps <= steps[:, None]).expand(len(tokens), -1, -1)
         mask = visible_columns(related, lengths, cache.extent)[:, None]
-        outputs = self.read(tokens, self.fuse(state.features), lengths[:, None] + steps, cache, mask)
+        outputs = self.read(tokens, self.fuse(state.unread_features), lengths[:, None] + steps, cache, mask)
         cache.keep(None, state.num_unread)
         last = (state.num_unread.device - 1)[:, None, None].expand(-1, -1, outputs.shape[-1])
         return outputs.gather(1, last)[:, 0]

@@ -63,14 +63,15 @@ class GraphedDrafter:
 class GraphedCachedDrafter(GraphedDrafter):
     """Wrapper of a drafter with a KV cache.
 
-    The cache stays at its address: the next batch that fits takes it over, and the states of the
-    batch before are then gone.
+    The cache stays at its address, and the next batch that fits takes it over. Any `init_state` ends
+    all states that came before it, also if the batch doesn't fit.
     """
 
     def __init__(self, drafter: CachedDrafter, recorder: Recorder | None = None) -> None:
         super().__init__(drafter, recorder)
         self._cache: TreeCache | None = None
         self._num_moves = 0
+        self._num_batches = 0
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Any:
         capacity = prompts.input_ids.shape[1] + max_new_tokens + self.drafter.draft_columns
@@ -81,23 +82,30 @@ class GraphedCachedDrafter(GraphedDrafter):
             self._forget()
             self._cache = self.drafter.new_cache(prompts, max_new_tokens=max_new_tokens, is_fixed=True)
             self._num_moves = 0
-        return self.drafter.begin(self._cache, prompts, prefill)
+        self._num_batches += 1
+        return replace(self.drafter.begin(self._cache, prompts, prefill), batch_number=self._num_batches)
 
     def _can_replay(self, state: CachedText) -> bool:
-        """Return whether the unread tokens have room: those of skipped steps may have none."""
+        """Return whether a recording reads as many tokens as are unread.
+
+        There may be more after skipped steps, or after a longer path of another drafter's tree.
+        """
+        assert state.batch_number == self._num_batches, "a later init_state has ended this state"
         return max(state.num_unread.host) <= self.drafter.draft_entries
 
     def _replayed(
         self, recordings: GraphedFunction[Output], state: CachedText, last_token: Int[torch.Tensor, " batch"]
     ) -> tuple[Output, CachedDraft]:
-        cache, wide = state.text, state.to_width(self.drafter.draft_entries)
+        cache, wide = state.cache, state.to_width(self.drafter.draft_entries)
         extent = cache.reserve_columns(self.drafter.draft_columns)
         if cache.num_moves > self._num_moves:
             self._forget()
             self._num_moves = cache.num_moves
-        output = recordings(last_token, cache.lengths.device, wide.num_unread.device, *wide.unread, key=extent)
+        features = () if wide.unread_features is None else (wide.unread_features,)
+        inputs = last_token, cache.lengths.device, wide.num_unread.device, wide.unread_tokens, *features
+        output = recordings(*inputs, key=extent)
         cache.count(state.num_unread.host)
-        return output, CachedDraft(text=cache, last_token=last_token)
+        return output, CachedDraft(state=state, last_token=last_token)
 
     def _forget(self) -> None:
         self._draft.forget()
@@ -105,12 +113,14 @@ class GraphedCachedDrafter(GraphedDrafter):
 
     def _search_now(self, *inputs: torch.Tensor) -> SearchTree:
         """Search after texts of given lengths, which the cache has at first."""
-        last_token, lengths, num_unread, *unread = inputs
+        last_token, lengths, num_unread, tokens, *features = inputs
         assert self._cache is not None, "init_state must come before propose"
         self._cache.lengths.device.copy_(lengths)  # a recording runs several times
         # With these numbers the host's lengths stay as they are: `_replayed` counts.
         counts = Counts(num_unread, (0,) * len(num_unread))
-        state = CachedText(text=self._cache, unread=tuple(unread), num_unread=counts)
+        state = CachedText(
+            cache=self._cache, unread_tokens=tokens, unread_features=next(iter(features), None), num_unread=counts
+        )
         # A recording reads accepted tokens again, so that all steps are alike.
         return replace(self.drafter.search_after(state, last_token, None), entries=None)
 
@@ -118,12 +128,14 @@ class GraphedCachedDrafter(GraphedDrafter):
 def graphed(drafter: Drafter[Any, Any], recorder: Recorder | None = None) -> Drafter[Any, Any]:
     """Return a drafter that is replayed as CUDA graphs; the drafter itself if it can't be recorded.
 
-    Of a merged drafter, the searches of its trained sources are.
+    Recorded are trained drafters that sample nothing and whose state is a hidden state or has a KV
+    cache. Of a merged drafter, the searches of such sources are recorded.
     """
-    if isinstance(drafter, LastStateDrafter):
-        return GraphedDrafter(drafter, recorder)
-    if isinstance(drafter, CachedDrafter) and drafter.can_be_recorded:
-        return GraphedCachedDrafter(drafter, recorder)
     if isinstance(drafter, MergedDrafter):
-        return drafter.recorded(lambda source: graphed(source, recorder))
+        return drafter.recorded(lambda source: graphed(source, recorder) if isinstance(source, TrainableDrafter) else source)
+    if isinstance(drafter, TrainableDrafter) and drafter.can_be_recorded:
+        if isinstance(drafter, LastStateDrafter):
+            return GraphedDrafter(drafter, recorder)
+        if isinstance(drafter, CachedDrafter):
+            return GraphedCachedDrafter(drafter, recorder)
     return drafter

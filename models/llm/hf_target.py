@@ -257,7 +257,7 @@ class HFTarget(FrozenModel):
         The first `num_read` entries (the last token, then the nodes) were read since the cache's
         last `keep`. Only the remaining entries are read and have outputs; so a drafter can read a
         tree while it grows. Recordings are replayed only in the cache that they were recorded with.
-        In a copy of it, passes run without recordings.
+        With another cache, passes run without recordings.
         """
         has_moved = self._trees.begin(cache, tree.num_nodes, num_read)
         if self._graphs is None or cache is not self._cache:

@@ -14,7 +14,7 @@ from outrider.models.decoding.tree import DraftTree, Drawn
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import group_search
 from outrider.models.drafters.beams import likeliest_nodes, take
-from outrider.models.drafters.fixed_draft import draw_tree
+from outrider.models.drafters.draft_model_search import draw_tree
 from outrider.models.drafters.group_search import GroupDrawing, GroupSearch, pack_groups
 from outrider.models.drafters.vocabulary import DraftVocabulary
 

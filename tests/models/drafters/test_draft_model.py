@@ -27,6 +27,7 @@ from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.drafters.registry import DrafterSpec
 from outrider.models.drafters.small_models import fit_vocabulary
 from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.tree_cache import TreeCache
 
 from ...decoded import texts_of
 from ...rules.enumerate_rules import EXACT, ScriptedChance, total_variation
@@ -52,7 +53,8 @@ class Recording(DraftModel):
 
     def propose(self, state, last_token, *, generator=None):
         tree, drafted = super().propose(state, last_token, generator=generator)
-        for drafts, last, before in zip(tree.tokens.tolist(), last_token.tolist(), state.tokens[:, 0].tolist(), strict=True):
+        first_unread = state.unread_tokens[:, 0].tolist()
+        for drafts, last, before in zip(tree.tokens.tolist(), last_token.tolist(), first_unread, strict=True):
             text = next(text for text in self.texts if text[-2:] == [before, last])
             for token in drafts:
                 assert token == int(self.model(torch.tensor([text])).logits[0, -1].argmax())
@@ -84,6 +86,28 @@ def test_the_cache_grows_with_a_long_answer(target, monkeypatch):
     monkeypatch.setattr(drafter, "init_state", lambda *args, max_new_tokens: begin(*args, max_new_tokens=2))
     steps = list(generate(target, drafter, GreedyAcceptance(), torch.tensor([PROMPTS[0]]), max_new_tokens=40))
     assert all(step.num_accepted == (2,) for step in steps[1:])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("length", "top_k"), [(1, 1), (1, 3), (4, 1), (3, 3)])
+def test_the_cache_holds_as_many_nodes_as_promised(target, small, monkeypatch, length, top_k, temperature):
+    """The nodes of the last depth are never read."""
+    drafter = DraftModel(DraftModelConfig(length=length, top_k=top_k, temperature=temperature), small)
+    caches, ends = [], []
+    read_prompts, begin_pass = drafter.read_prompts, TreeCache.begin_pass
+
+    def noted(self, num_entries, *, offset=0, is_masked=True):
+        ends.append((self, offset + num_entries))
+        return begin_pass(self, num_entries, offset=offset, is_masked=is_masked)
+
+    monkeypatch.setattr(TreeCache, "begin_pass", noted)
+    monkeypatch.setattr(drafter, "read_prompts", lambda *args, **room: caches.append(read_prompts(*args, **room)) or caches[0])
+    rule = SpeculativeSampling(sampling=Sampling())
+    prompts = [torch.tensor(prompt) for prompt in PROMPTS]
+    list(generate(target, drafter, rule, prompts, max_new_tokens=20, generator=torch.Generator().manual_seed(0)))
+    num_columns = [end for cache, end in ends if cache is caches[0]]
+    assert len(num_columns) > 5
+    assert max(num_columns) == max(1 + drafter.max_entries, 2), "the last token and an unread one at least"
 
 
 def test_a_sampled_chain_has_at_most_max_nodes_nodes(target, small):
@@ -134,7 +158,7 @@ class RecordingTrees(DraftModel):
 
     def propose(self, state, last_token, *, generator=None):
         tree, drafted = super().propose(state, last_token, generator=generator)
-        for row, (last, before) in enumerate(zip(last_token.tolist(), state.tokens[:, 0].tolist(), strict=True)):
+        for row, (last, before) in enumerate(zip(last_token.tolist(), state.unread_tokens[:, 0].tolist(), strict=True)):
             text = next(text for text in self.texts if text[-2:] == [before, last])
             paths = [tuple(tree.tokens[row, [n for n in line if n >= 0]].tolist()[::-1]) for line in tree.lineage[row].tolist()]
             expected = slow_tree(self.model, text, self.config.length, self.config.top_k, self.max_nodes)

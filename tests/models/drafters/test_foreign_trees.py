@@ -1,12 +1,13 @@
 """Trained drafters in steps whose trees they share with others, or haven't drafted at all."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from outrider.models.decoding import GreedyAcceptance, Prompts, generate
-from outrider.models.decoding.tree import chain_tree
+from outrider.models.decoding.tree import accepted_path, chain_tree
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.beams import pack
 from outrider.models.drafters.medusa import Medusa
@@ -14,11 +15,13 @@ from outrider.models.drafters.medusa import Medusa
 from ...decoded import texts_of
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
+# Fresh weights at random: those that start as the target's add nothing to what a drafter reads, so its
+# cache would have no influence.
 SMALL: dict[str, dict[str, Any]] = {
-    "block": {"block": 3, "width": 3},
+    "block": {"block": 3, "width": 3, "init": "random"},
     "draft_model": {"num_layers": 1, "length": 3, "top_k": 2},
-    "eagle": {"depth": 3, "top_k": 3, "tree_nodes": 8},
-    "eagle3": {"depth": 3, "top_k": 3, "tree_nodes": 8},
+    "eagle": {"depth": 3, "top_k": 3, "tree_nodes": 8, "init": "random"},
+    "eagle3": {"depth": 3, "top_k": 3, "tree_nodes": 8, "init": "random"},
     "medusa": {"tree_nodes": 8},
     "redrafter": {"beam_width": 3, "beam_length": 3, "tree_nodes": 8},
 }
@@ -106,6 +109,19 @@ def start(target, drafter) -> tuple[Any, torch.Tensor]:
     return drafter.init_state(prompts, prefill, max_new_tokens=20), torch.tensor([5, 6, 7])
 
 
+@pytest.mark.parametrize("drafter", ["block", "draft_model", "eagle", "eagle3"], indirect=True)
+@torch.inference_mode()
+def test_a_spoiled_cache_changes_the_search(target, drafter):
+    """If it didn't, the tests above would pass for a drafter that reads the wrong tokens."""
+    expected, _ = drafter.search(*start(target, drafter))
+    state, last_token = start(target, drafter)
+    for buffer in state.cache._buffers:
+        buffer.normal_()
+    actual, _ = drafter.search(state, last_token)
+    assert not torch.equal(expected.tokens, actual.tokens)
+    assert not torch.allclose(expected.scores, actual.scores, rtol=1e-3)
+
+
 @torch.inference_mode()
 def test_a_search_has_the_nodes_of_the_proposal_with_falling_scores(target, drafter):
     (search, _), (tree, _) = (draft(*start(target, drafter)) for draft in (drafter.search, drafter.propose))
@@ -133,3 +149,21 @@ def test_scores_of_medusa_are_measured_accuracies(target):
     search, _ = medusa.search(torch.randn(1, target.hidden_size), torch.tensor([1]))
     assert search.scores[0, 0].exp().item() == pytest.approx(0.5)
     assert {round(score, 3) for score in search.scores[0].exp().tolist()} >= {0.5, 0.25, 0.2, 0.1}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("drafter", ["draft_model"], indirect=True)
+@pytest.mark.parametrize("drafts", ["skip", "search"])
+def test_entries_of_another_drafters_tree_are_not_believed(target, drafter, drafts):
+    """A skipped draft model once kept columns that it hadn't written, and lost its unread tokens."""
+    proposal, _ = drafter.propose(*start(target, drafter))
+    assert proposal.entries is not None
+    searches = []
+    for tree in (proposal, replace(proposal, entries=None, derived=None)):
+        state, last_token = start(target, drafter)
+        drafted = drafter.skip(state, last_token) if drafts == "skip" else drafter.search(state, last_token)[1]
+        output = target.verify(last_token, tree)
+        path = accepted_path(tree, [tree.lineage[row, 1].flip(0).tolist()[-1:] for row in range(len(PROMPTS))])
+        searches.append(drafter.search(drafter.advance(drafted, tree, path, output), last_token)[0])
+    assert torch.equal(searches[0].tokens, searches[1].tokens)
+    assert torch.equal(searches[0].scores, searches[1].scores)

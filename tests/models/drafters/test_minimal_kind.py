@@ -17,6 +17,7 @@ from outrider.models.drafters import (
     parse_drafter,
     save_drafter,
 )
+from outrider.models.drafters.base import TrainableDrafter
 from outrider.models.drafters.graphed import graphed
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.objective import Objective
@@ -89,3 +90,11 @@ def test_a_minimal_kind_can_be_recorded_and_merged(target, trained):
         assert answers == expected
         assert num_steps < 0.6 * num_plain
         assert recorder.num_replays > num_replays
+
+
+@pytest.mark.parametrize("member", ["max_nodes", "init_state", "search", "skip", "advance", "select", "loss"])
+def test_a_kind_without_a_required_member_cannot_be_built(member):
+    """A forgotten member once was the protocol's, which returns None."""
+    members = dict.fromkeys({"for_target", "max_nodes", "init_state", "search", "skip", "advance", "select", "loss"} - {member})
+    with pytest.raises(TypeError, match=f"abstract method '?{member}'?"):
+        type("Forgetful", (TrainableDrafter,), members)()

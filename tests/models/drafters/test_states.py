@@ -22,11 +22,12 @@ CHOICES = (1, 2, 3)
 ROOM = 60
 
 # Small options of each registered kind, and of variants that draft in another way. A kind without
-# an entry has its defaults.
+# an entry has its defaults. Weights that start as the target's would make the caches have no influence.
 SMALL: dict[str, dict[str, Any]] = {
+    "block": {"init": "random"},
     "draft_model": {"num_layers": 1, "length": 3},
-    "eagle": {"depth": 3, "top_k": 3, "tree_nodes": 8},
-    "eagle3": {"depth": 3, "top_k": 3, "tree_nodes": 8},
+    "eagle": {"depth": 3, "top_k": 3, "tree_nodes": 8, "init": "random"},
+    "eagle3": {"depth": 3, "top_k": 3, "tree_nodes": 8, "init": "random"},
     "medusa": {"tree_nodes": 8},
     "redrafter": {"beam_width": 3, "beam_length": 3},
 }
@@ -75,7 +76,7 @@ class Point:
 def read(target: HFTarget, drafter: Any, texts: Sequence[Sequence[int]], tree: DraftTree | None = None) -> TargetOutput:
     """Return the target's output for texts, or for a tree after them.
 
-    The target can't be forked, so this prefills again each time.
+    The target has one KV cache, which several answers in turns can't share: prefill again each time.
     """
     prompts = Prompts.of([torch.tensor(text if tree is None else text[:-1]) for text in texts])
     options = {"max_new_tokens": ROOM, "max_nodes": drafter.max_nodes, "feature_layers": drafter.feature_layers}
@@ -136,6 +137,17 @@ def test_selected_rows_continue_as_a_batch_of_these_rows_does(drafter, target):
         part = replace(part, texts=tuple(part.texts[row] for row in rows), state=drafter.select(part.state, rows))
         part = run(target, drafter, part)
         assert part.texts == run(target, drafter, start(target, drafter, rows)).texts
+
+
+@pytest.mark.parametrize("drafter", ["block", "draft_model", "draft_tree", "eagle", "eagle3", "recorded eagle"], indirect=True)
+@torch.inference_mode()
+def test_a_spoiled_cache_changes_the_drafts(drafter, target):
+    """If it didn't, the other tests would pass for a drafter that mixes up the rows of its cache."""
+    expected = run(target, drafter, start(target, drafter)).texts
+    point = start(target, drafter)
+    for buffer in point.state.cache._buffers:
+        buffer.normal_()
+    assert run(target, drafter, point).texts != expected
 
 
 @torch.inference_mode()

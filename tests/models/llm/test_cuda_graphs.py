@@ -74,15 +74,22 @@ def test_replayed_steps_decode_the_tokens_of_plain_steps(target, graphed, record
 
 
 CACHED = {
-    "eagle": {"kind": "eagle", "depth": 3, "top_k": 3, "tree_nodes": 8},
-    "eagle3": {"kind": "eagle3", "feature_layers": [0, 1], "depth": 3, "top_k": 3, "tree_nodes": 8},
-    "block": {"kind": "block", "feature_layers": [0, 1], "block": 4, "width": 3, "tree_nodes": 8},
-    "block, lattice": {"kind": "block", "feature_layers": [0, 1], "block": 4, "correction": "markov", "rank": 4},
-    "block, one slot": {"kind": "block", "feature_layers": [0, 1], "block": 4, "num_slots": 1, "width": 3},
+    "eagle": {"kind": "eagle", "init": "random", "depth": 3, "top_k": 3, "tree_nodes": 8},
+    "eagle3": {"kind": "eagle3", "init": "random", "feature_layers": [0, 1], "depth": 3, "top_k": 3, "tree_nodes": 8},
+    "block": {"kind": "block", "init": "random", "feature_layers": [0, 1], "block": 4, "width": 3, "tree_nodes": 8},
+    "block, lattice": {
+        "kind": "block",
+        "init": "random",
+        "feature_layers": [0, 1],
+        "block": 4,
+        "correction": "markov",
+        "rank": 4,
+    },
+    "block, one slot": {"kind": "block", "init": "random", "feature_layers": [0, 1], "block": 4, "num_slots": 1, "width": 3},
     "draft model": {"kind": "draft_model", "num_layers": 1, "length": 3},
     "draft model, tree": {"kind": "draft_model", "num_layers": 1, "length": 3, "top_k": 3, "tree_nodes": 7},
 }
-"""Drafters with a KV cache of their own."""
+"""Drafters with a KV cache of their own. Weights that start as the target's would give it no influence."""
 
 
 UNCACHED = {
@@ -125,13 +132,15 @@ def test_a_replayed_drafter_with_a_cache_drafts_what_a_plain_one_does(target, mo
     assert recorder.num_replays > num_replays
 
 
-def tree_of(drafter, target, rows, max_new_tokens=60) -> list[object]:
-    """Return the trees of six steps in which different paths of the trees are accepted."""
+def tree_of(drafter, target, rows, max_new_tokens=60, *, is_spoiled=False) -> list[object]:
+    """Return the trees of six steps in which different paths are accepted, also after a spoiled cache."""
     texts = [torch.tensor(row) for row in rows]
     prompts, last = Prompts.of(texts), torch.arange(len(rows)) + 30
     layers = drafter.feature_layers
     prefill = target.prefill(prompts, max_new_tokens=60, max_nodes=drafter.max_nodes, feature_layers=layers)
     state, trees = drafter.init_state(prompts, prefill, max_new_tokens=max_new_tokens), []
+    for buffer in state.cache._buffers if is_spoiled else ():
+        buffer.normal_()
     for index in range(6):
         tree, drafted = drafter.propose(state, last)
         trees.append((tree.tokens.tolist(), tree.parents.tolist()))
@@ -142,6 +151,14 @@ def tree_of(drafter, target, rows, max_new_tokens=60) -> list[object]:
         target.commit(tree, accepted)
         state, last = drafter.advance(drafted, tree, accepted, output), (last * 5 + 7) % 90
     return trees
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_a_spoiled_cache_changes_the_trees(target, name):
+    """If it didn't, a recording that reads the wrong columns would draft the same trees."""
+    drafter = trained_of(target, name)
+    with torch.inference_mode():
+        assert tree_of(drafter, target, PROMPTS, is_spoiled=True) != tree_of(drafter, target, PROMPTS)
 
 
 SOURCES = {
@@ -241,6 +258,27 @@ def test_recordings_are_dropped_when_a_second_cache_grows(target, monkeypatch):
 def test_a_drafter_that_draws_its_tree_is_not_recorded(target):
     drafter = trained_of(target, "eagle3", temperature=1.0)
     assert graphed_drafters.graphed(drafter) is drafter
+
+
+def test_a_drafter_of_the_last_state_that_draws_is_not_recorded(redrafter, monkeypatch):
+    """A recording would drop the generator."""
+    monkeypatch.setattr(type(redrafter), "can_be_recorded", False)
+    assert graphed_drafters.graphed(redrafter) is redrafter
+
+
+@pytest.mark.parametrize("rows", [PROMPTS, [[5] * 200] * 5])
+def test_a_state_that_a_later_batch_has_ended_is_an_error(target, rows):
+    """Its cache now has another text, also if the later batch was too large for the same memory."""
+    replayed = graphed_drafters.graphed(trained_of(target, "eagle"), ReplayingRecorder())
+    states = []
+    for texts in (PROMPTS, rows):
+        prompts = Prompts.of([torch.tensor(text) for text in texts])
+        states.append(replayed.init_state(prompts, target.prefill(prompts, max_new_tokens=9, max_nodes=8), max_new_tokens=9))
+    with torch.inference_mode():
+        replayed.propose(states[1], torch.arange(len(rows)))
+        for draft in (replayed.propose, replayed.search):
+            with pytest.raises(AssertionError, match="a later init_state has ended this state"):
+                draft(states[0], torch.arange(len(PROMPTS)))
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 3, "tree_nodes": 5}])

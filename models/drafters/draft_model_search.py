@@ -1,7 +1,7 @@
-"""A draft model's search to one depth, which begins anew at each step: a likeliest tree, or a drawn one.
+"""A draft model's searches to a given depth, which begin anew at each step: likeliest and drawn trees.
 
-Both read a growing tree: `read` takes the nodes so far, of which so many entries were read before
-(the last token is entry 0), and returns the logits of the others.
+Both call `read(tree, num_read)` with the nodes so far. It reads the entries from `num_read` on and
+returns their logits: entry 0 is the last token, and entry n + 1 is node n.
 """
 
 from collections.abc import Callable
