@@ -263,7 +263,10 @@ class MergeSources:
             for node in range(len(proposals.tokens), len(tree)):
                 score = tree.estimates[node]
                 parent = tree.parents[node] if score > 0.0 else FOREIGN
-                proposals.add(parent, tree.tokens[node], score, bisect(BIN_BOUNDS, score))
+                # A greedy target accepts the likeliest token far more often than its probability: it has bins of its own.
+                is_first = tree.children(tree.parents[node])[0] == node
+                bin_index = bisect(BIN_BOUNDS, score) + is_first * (1 + len(BIN_BOUNDS))
+                proposals.add(parent, tree.tokens[node], score, bin_index)
 
 
 def _number(row: GrowingRow, merged: MergedRow, proposals: Proposals, node: int) -> int | None:
