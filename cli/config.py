@@ -203,7 +203,6 @@ class RunConfig:
 
     def _drafter_problems(self, name: str, variant: Variant, run: "DrafterRun") -> list[str]:
         """Check options that depend on each other: the labels' horizon and the drafter's settings."""
-        from ..models.drafters.registry import own_options
         from ..models.drafters.saved.build import require_horizon
 
         section, problems = f"variants.{name}" if name else "", []
@@ -227,7 +226,7 @@ class RunConfig:
         option = f"{section}.settings" if variant.settings else "eval.settings"
         for index, setting in enumerate(run.settings):
             try:
-                run.drafter.with_options(own_options(setting))
+                run.drafter.in_setting(setting)
             except ValueError as error:
                 lines = [re.sub(r"^drafter(\.|: )", "", line) for line in str(error).splitlines()]
                 problems += [under(f"{option}[{index}]", line, setting) for line in lines]

@@ -28,7 +28,6 @@ from ..models.decoding import GreedyAcceptance, generate
 from ..models.decoding.protocols import Drafter
 from ..models.drafters import NullDrafter, build_drafter
 from ..models.drafters.base import TrainableDrafter
-from ..models.drafters.registry import own_options
 from ..models.drafters.saved.folder import WEIGHTS_FILE
 from ..models.llm.hf_target import HFTarget
 from ..models.machine import is_out_of_memory
@@ -99,7 +98,7 @@ def rehearse(runs: Sequence[DrafterRun], labels: DistillConfig | Manifest, targe
     contexts = [target.context_length]
     for run in waiting:
         with works_together(eager, run.drafter.kind):
-            drafter = build_drafter(run.drafter.with_options(own_options(run.settings[0])), eager)
+            drafter = build_drafter(run.drafter.in_setting(run.settings[0]), eager)
             rehearse_loss(run, drafter, examples, eager, accelerator)
             slow = rehearse_decoding(drafter, examples, eager)
         if slow is not None and accelerator.is_main_process:

@@ -18,6 +18,7 @@ from .draft_model import DraftModel
 from .eagle import Eagle
 from .eagle3 import Eagle3
 from .medusa import Medusa
+from .merge_sources import require_mergeable
 from .merged import MergedConfig
 from .prompt_lookup import PromptLookup
 from .recycling import Recycling
@@ -72,19 +73,6 @@ def checked_options(kind: str, config_class: type[Any], options: Mapping[str, An
         raise ValueError("\n".join(problems_of(error, section))) from None
 
 
-def own_options(setting: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a setting changes of the drafter itself: with a `pace` it drafts as a merge of one.
-
-    Raises ValueError for wrong options of the merge.
-    """
-    if "pace" not in setting:
-        return {**setting}
-    names = {field.name for field in fields(MergedConfig)}
-    of_merge = {name: value for name, value in setting.items() if name in names}
-    checked_options("merge", MergedConfig, of_merge, section="drafter")
-    return {name: value for name, value in setting.items() if name not in names}
-
-
 @dataclass(frozen=True, kw_only=True)
 class DrafterSpec:
     """A drafter's kind and configuration, and the folder of its initial weights."""
@@ -115,3 +103,18 @@ class DrafterSpec:
                 f"{', '.join(forbidden)} can't be changed when a {self.kind} is loaded; {', '.join(sorted(runtime))} can"
             )
         return self.of(self.kind, {**current, **options}, self.start_from)
+
+    def in_setting(self, setting: Mapping[str, Any]) -> "DrafterSpec":
+        """Return the drafter in a setting of an evaluation: with a `pace` it drafts as a merge of one.
+
+        Raises ValueError as `with_options` does, for wrong options of the merge, and for a drafter that
+        can't be merged.
+        """
+        if "pace" not in setting:
+            return self.with_options(setting)
+        names = {field.name for field in fields(MergedConfig)}
+        of_merge = {name: value for name, value in setting.items() if name in names}
+        checked_options("merge", MergedConfig, of_merge, section="drafter")
+        spec = self.with_options({name: value for name, value in setting.items() if name not in names})
+        require_mergeable({self.kind: spec.config}, {})
+        return spec

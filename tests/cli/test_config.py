@@ -301,6 +301,11 @@ def test_a_mistyped_beam_setting_is_an_error_before_the_training() -> None:
         ("variants.more.train.steps=5", r"variants\.more\.train\.warmup_steps is 15, not less than steps, which is 5"),
         ("variants.more.settings=[{beam_width: 0}]", r"variants\.more\.settings\[0\]\.beam_width=0: must be above 0"),
         ("eval.settings=[{beam_width: 0}]", r"- eval\.settings\[0\]\.beam_width=0: must be above 0"),
+        ("eval.settings=[{pace: quick}]", r"eval\.settings\[0\]\.pace=.quick.: must be one of"),
+        (
+            "variants.more={drafter: {kind: draft_model, temperature: 1}, settings: [{pace: expected}]}",
+            r"variants\.more\.settings\[0\].*draws its drafts at temperature 1.*set its temperature to 0",
+        ),
         ("train.steps=9223372036854775808", "train.steps=9223372036854775808: must be below"),
         ("output_dir=''", 'output_dir="": must not be empty'),
         ("eval.seed=${oc.env:HOME}", r"eval\.seed=.*: must be a whole number"),
@@ -309,6 +314,12 @@ def test_a_mistyped_beam_setting_is_an_error_before_the_training() -> None:
 def test_settings_that_would_fail_after_hours_are_errors_at_once(override: str, message: str) -> None:
     with raises(message):
         run_config(override)
+
+
+def test_a_setting_with_a_pace_makes_any_kind_a_merge_of_one() -> None:
+    config = run_config("eval.settings=[{pace: expected, tree_nodes: 16, beam_width: 4}]")
+    (run,) = config.drafter_runs()
+    assert run.drafter.in_setting(run.settings[0]).config.beam_width == 4
 
 
 @pytest.mark.parametrize("stages", ["[distill]", "[distill,train,eval]"])
