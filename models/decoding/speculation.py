@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
+from .costs import Seconds, interpolated
 from .growing_tree import GrowingTree
-from .pacing import Seconds, interpolated
 from .types import NO_NODE
 from .window import DraftRun, Window
 

@@ -25,7 +25,8 @@ from jaxtyping import Int
 from pydantic.dataclasses import dataclass as options
 
 from ...data.fields import OPTIONS, PositiveInt, one_of
-from ..decoding.pacing import Pacer, mean_sums, widths_up_to
+from ..decoding.costs import mean_sums, widths_up_to
+from ..decoding.pacing import Pacer
 from ..decoding.protocols import Drafter, Meanwhile
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree

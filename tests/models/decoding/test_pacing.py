@@ -1,23 +1,24 @@
 """The rules of pacing on small tables: costs, the best number of nodes, and what is worth its time."""
 
+import ast
+import inspect
 import random
 from itertools import pairwise
 
 import pytest
 
-from outrider.models.decoding.pacing import (
-    MAX_PATIENCE,
-    NUM_TRIALS,
+from outrider.models.decoding import costs, growing_tree, pacing
+from outrider.models.decoding.costs import (
     REVISIT_STEPS,
-    TRIAL_WIDTHS,
-    Gains,
-    Pacer,
     StepSeconds,
     best_width,
     interpolated,
     lowest_slopes,
     widths_up_to,
 )
+from outrider.models.decoding.pacing import MAX_PATIENCE, MAX_READS, NUM_TRIALS, TRIAL_WIDTHS, Gains, Pacer, Reading
+
+HARMLESS = {"bisect", "collections", "collections.abc", "dataclasses", "itertools", "math", "statistics", "typing"}
 
 
 def test_widths_end_with_the_largest():
@@ -214,3 +215,33 @@ def test_neighbours_of_the_best_width_are_measured_again_now_and_then():
     assert max(set(widths), key=widths.count) == 7
     assert {5, 11} <= set(widths)
     assert widths.count(7) > 0.95 * len(widths)
+
+
+def test_a_growing_model_reads_for_all_rows_of_a_batch():
+    reading = Reading()
+    for num_nodes in (1, MAX_READS):
+        reading.add_seconds(num_nodes, 1.0)
+    sure, hopeless = [0.9], [1e-9]
+    assert reading.best([sure, hopeless], 0.1) == 1, "the pass pays for one row"
+    assert reading.best([hopeless, hopeless], 0.1) == 0
+    assert reading.best([[0.3] * MAX_READS], 0.1) == MAX_READS, "more nodes take no longer"
+
+
+def test_a_growing_model_learns_that_children_of_unlikely_nodes_gain_little():
+    reading = Reading()
+    for _ in range(20):
+        reading.add([[0.05]], 1.0, 0.0)
+    assert reading.best([[0.05]], 0.01) == 0
+    assert reading.best([[0.5]], 0.01) == 1, "of likely nodes nothing is known yet"
+
+
+def test_pacing_reads_neither_a_clock_nor_random_numbers():
+    """Then trees would depend on the draws of tokens to come, or tests on the machine's load."""
+    for module in (costs, pacing, growing_tree):
+        imported = set()
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add(node.module)
+        assert imported <= HARMLESS, module
