@@ -37,8 +37,9 @@ from ...models.llm.tensor_parallel import Worker
 from ..config import DistillConfig
 from ..plan import Behind, peak_memory_bytes, plan_sha256, plan_shards, run_shards, total
 from ..regenerate.engines.served_states import ServedStates, open_states
-from .continuations import LabelStats, SampledLabels, label_continuations, require_branch_attention
+from .continuations import LabelStats, label_continuations, require_branch_attention
 from .features import TextFeatures, require_features, require_space, start_storing
+from .sampled_labels import SampledLabels
 
 logger = logging.getLogger(__name__)
 
