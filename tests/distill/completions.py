@@ -85,7 +85,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         assert self.path == "/v1/completions"
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        content = self.rfile.read(length := int(self.headers["Content-Length"]))
+        if len(content) < length:  # the client has closed the connection
+            self.close_connection = True
+            return
+        body = json.loads(content)
         with self.server.lock:
             self.server.keys.add(self.headers.get("Authorization"))
             self.server.num_inside += 1
