@@ -23,6 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ...data.answers import AnswerFinder
+from ...data.behind import Behind
 from ...data.config import DataConfig
 from ...data.conversations import is_unanswered
 from ...data.examples import encode_conversations
@@ -35,7 +36,7 @@ from ...data.types import DistilledExample, Example
 from ...models.llm.hf_target import HFTarget
 from ...models.llm.tensor_parallel import Worker
 from ..config import DistillConfig
-from ..plan import Behind, peak_memory_bytes, plan_sha256, plan_shards, run_shards, total
+from ..plan import peak_memory_bytes, plan_sha256, plan_shards, run_shards, total
 from ..regenerate.engines.served_states import ServedStates, open_states
 from .continuations import LabelStats, label_continuations, require_branch_attention
 from .features import TextFeatures, require_features, require_space, start_storing
