@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from tqdm import tqdm
 
 from .config import DataConfig, DataSource
-from .fields import differences
+from .fields import differences, name_digests
 from .files import TEMPORARY, atomic_write_bytes, read_dataclass, read_json, sha256_file, write_json
 from .manifest import MANIFEST_FILE, BaseEntry, BaseManifest, TargetIdentity
 from .raw_records import is_local, local_files
@@ -31,16 +31,20 @@ T = TypeVar("T")
 
 STATS_SUFFIX = ".stats.json"
 FACTS_FILE = "data.json"
-DIGEST_LENGTH = 12
-"""Digits of a digest that a message has."""
-TARGET_PARTS = {
-    "target.weights_sha256": "its weights",
-    "target.config_sha256": "its config.json",
-    "target.tokenizer_sha256": "its tokenizer",
-}
-"""What the digests of a target are of."""
-TEMPLATE_OPTIONS = ("data.chat_template", "data.template_options")
 FILE_CONTENT, TEMPLATE, SUITES, PYTHON = "content of data.path", "chat template", "eval.suites", "Python"
+TEMPLATE_CHANGED = "the chat template changed (data.chat_template and data.template_options, or the target's)"
+DIGESTS = {
+    "target.weights_sha256": "the target has other weights (target.name_or_path, target.revision)",
+    "target.config_sha256": "the target has another config.json",
+    "target.tokenizer_sha256": "the target has another tokenizer",
+    "chat_template_sha256": TEMPLATE_CHANGED,
+    TEMPLATE: TEMPLATE_CHANGED,
+    FILE_CONTENT: "the conversations in data.path (or data.sources) changed",
+    PYTHON: "data.source is stdlib, and another Python has other files",
+    f"{SUITES}.": "eval.suites changed, whose prompts are left out of the data (data.overlap_words)",
+}
+"""What a change of a digest means, in place of two long numbers."""
+UNKNOWN_CHANGE = "the conversations (or the target's answers to them) changed, though no recorded option of the data did"
 REMEDY = "Set output_dir to another folder, or delete {} to start again"
 
 
@@ -178,19 +182,17 @@ class ShardStore(Generic[Entry, M]):
         changes = differences(earlier.facts(), manifest.facts())
         if "plan_sha256" in changes and "data_sha256" not in changes:
             changes["plan_sha256"] += ", which is the same data in shards of another size: restore distill.shard_examples"
-        changes = describe_target_change(changes, earlier.target, manifest.target)
-        path = self.directory / FACTS_FILE
-        facts = read_json(path) if path.exists() else None
-        if "chat_template_sha256" in changes:  # of answers
-            changes["chat_template_sha256"] = describe_template_change(facts, data_facts or {})
+        if not changes.keys().isdisjoint(DIGESTS):
+            changes |= differences(_names(earlier.target), _names(manifest.target))
         if "data_sha256" in changes and data_facts is not None:
-            changes["data_sha256"] = describe_change(facts, data_facts)
             changes.pop("plan_sha256", None)  # it follows the data
-            for name in [name for name in changes if f"data.{name} " in changes["data_sha256"]]:
-                del changes[name]
+            path = self.directory / FACTS_FILE
+            changes |= data_changes(read_json(path) if path.exists() else {}, data_facts)
+            del changes["data_sha256"]
+            changes = {name: text for name, text in changes.items() if f"data.{name}" not in changes}
         if changes:
-            remedy = REMEDY.format(self.directory)
-            raise ValueError(f"{self.directory} holds the shards of another run: {'; '.join(changes.values())}. {remedy}")
+            texts, remedy = name_digests(changes, DIGESTS), REMEDY.format(self.directory)
+            raise ValueError(f"{self.directory} holds the shards of another run: {'; '.join(texts)}. {remedy}")
 
     def find_damage(self) -> tuple[M, list[str]]:
         """Return the manifest, and problems of the shards with remedies. Reads every byte.
@@ -251,73 +253,12 @@ def _data_files(source: DataSource) -> list[Path]:
     return local_files(source.path)
 
 
-def describe_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """Name the options that changed, such as `data.limit was 20 and is 30`.
-
-    `before` is None where nothing was recorded.
-    """
-    if before is None:
-        return "the conversations are others than those that it was made from (its options weren't recorded)"
-    changes = [
-        _describe_fact(name, before, now)
-        for name in before
-        if name in now and before[name] != now[name] and name not in TEMPLATE_OPTIONS  # the template itself is compared
-    ]
-    return "; ".join(changes) or "the conversations (or the target's answers to them) changed, though no option of the data did"
+def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """Describe the facts of data (see `describe_data`) that changed, as far as both have them, by their names."""
+    shared = [name for name in before if name in now]
+    changes = differences({name: before[name] for name in shared}, {name: now[name] for name in shared})
+    return changes or {"data": UNKNOWN_CHANGE}
 
 
-def _describe_fact(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe the change of one fact, by the option that the user can change."""
-    earlier, current = before[name], now[name]
-    if name == FILE_CONTENT:
-        digests = f"{earlier[:DIGEST_LENGTH]}... to {current[:DIGEST_LENGTH]}..."
-        where = f"data.path {now['data.path']}" if now.get("data.path") else "data.sources"
-        return f"{where}: its conversations changed, sha256 {digests}"
-    if name == TEMPLATE:
-        return describe_template_change(before, now)
-    if name == PYTHON:
-        return f"data.source is stdlib, and Python was {earlier} and is {current}, which has other files"
-    if name == SUITES:
-        return "eval.suites changed, whose prompts are left out of the data (data.overlap_words)"
-    return f"{name} was {_quoted(earlier)} and is {_quoted(current)}"
-
-
-def describe_template_change(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """Name the option that changed the chat template.
-
-    `before` is None where nothing was recorded.
-    """
-    old, new = ((facts or {}).get("data.chat_template") for facts in (before, now))
-    words = ["the one of the target's tokenizer" if name is None else repr(name) for name in (old, new)]
-    if before is not None and (options := before.get("data.template_options")) != now.get("data.template_options"):
-        return f"data.template_options was {_quoted(options)} and is {_quoted(now.get('data.template_options'))}"
-    if before is None:
-        return f"data.chat_template changed (it is {words[1]}; what it was wasn't recorded)"
-    if old != new:
-        return f"data.chat_template changed (it was {words[0]} and is {words[1]})"
-    digests = [str(facts.get(TEMPLATE, "unknown"))[:DIGEST_LENGTH] for facts in (before, now)]
-    return f"data.chat_template changed (it is {words[1]} as before, and its sha256 was {digests[0]}... and is {digests[1]}...)"
-
-
-def describe_target_change(changes: Mapping[str, str], before: TargetIdentity, now: TargetIdentity) -> dict[str, str]:
-    """Return the changes, with those of the target's digests in one text.
-
-    That text names the option that changed.
-    """
-    digests = [name for name in changes if name in TARGET_PARTS]
-    if not digests:
-        return dict(changes)
-    parts = " and ".join(TARGET_PARTS[name] for name in digests)
-    if before.name != now.name:
-        text = f"target.name_or_path was {before.name!r} and is {now.name!r}, with other {parts.replace('its ', '')}"
-    elif before.revision != now.revision:
-        earlier, revision = _quoted(before.revision), _quoted(now.revision)
-        text = f"target.revision was {earlier} and is {revision}, with other {parts.replace('its ', '')}"
-    else:
-        text = f"target.name_or_path {now.name}: {parts} changed"
-    return {"target.name_or_path": text} | {name: change for name, change in changes.items() if name not in digests}
-
-
-def _quoted(value: Any) -> str:
-    """Return a value as in a message: null for None."""
-    return "null" if value is None else repr(value)
+def _names(target: TargetIdentity) -> dict[str, str | None]:
+    return {"target.name_or_path": target.name, "target.revision": target.revision}

@@ -2,7 +2,3 @@
 
 The reports are tables and plots.
 """
-
-from ..data import require_entry
-
-require_entry()

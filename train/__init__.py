@@ -1,5 +1,1 @@
 """Training: shards to a drafter's checkpoint."""
-
-from ..data import require_entry
-
-require_entry()

@@ -14,11 +14,10 @@ import pickle
 import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
 from torch import nn
 
+from ..data.behind import Behind
 from ..data.fields import NonNegativeInt, PositiveInt, RecordedCount
 from ..data.files import (
     partial_directory,
@@ -79,7 +79,7 @@ def sharded_by(accelerator: Accelerator) -> str | None:
     return kind.value if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP) else None
 
 
-class Checkpoints:
+class Checkpoints(Behind):
     """The checkpoints of a run in a folder, of which the `keep` newest are kept.
 
     Without sharding `save` only copies the state to the host, and a thread writes it while training
@@ -97,24 +97,13 @@ class Checkpoints:
         *,
         keep: int,
     ) -> None:
+        super().__init__("checkpoint")
         self.directory = directory
         self._accelerator = accelerator
         self._model = model
         self._optimizer = optimizer
         self._keep = keep
         self._copy = HostCopy()
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._writing: Future[None] | None = None
-
-    def __enter__(self) -> "Checkpoints":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._pool.shutdown()  # waits for the write in flight
-        if kind is None:
-            self.finish()
-        elif self._writing is not None and (failure := self._writing.exception()) is not None:
-            logger.error("%s", failure)  # the first error, which passes on, is the reason why the run ends
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Save the checkpoint of a step: weights, optimizer, random numbers, and `state`.
@@ -137,12 +126,12 @@ class Checkpoints:
         if self._accelerator.is_main_process:
             model: nn.Module = self._accelerator.unwrap_model(self._model)
             content = {"model": model.state_dict(), "optimizer": self._optimizer.state_dict(), "generators": generators}
-            self._writing = self._pool.submit(self._write, step, self._copy(content), marker)
+            self._last = self._pool.submit(self._write, step, self._copy(content), marker)
 
     def finish(self) -> None:
         """Wait for the last write. Raises OSError where it failed."""
-        error = None if self._writing is None else self._writing.exception()
-        self._writing = None
+        error = None if self._last is None else self._last.exception()
+        self._last = None
         # Every process must raise it: a process that continued alone would wait for the others.
         for failure in gather_object([error]):
             if failure is not None:

@@ -17,7 +17,7 @@ from .config import Division, describe_change
 from .metrics import LOSS_FIELDS, add_losses, summarize
 from .parallel import backward, finish_step, make_anchor, micro_batch, tensor_float32
 from .processes import Sigterm, StepPatience
-from .records import Progress, Tracker
+from .records import Tracker, progress_bar, show
 from .results import steps_of
 from .setup import Training
 
@@ -31,10 +31,10 @@ def fit(training: Training, *, start: int) -> None:
     """
     config, accelerator, meter = training.config, training.accelerator, training.meter
     tracker = Tracker(training.output_dir, config, training.run, step=start, active=accelerator.is_main_process)
-    progress = Progress(num_steps=config.steps, start=start, active=accelerator.is_main_process)
+    bar = progress_bar(config.steps, start=start, active=accelerator.is_main_process)
     peaked = training.best.has_peaked(config.patience)
     patience, sigterm = StepPatience(accelerator), Sigterm(accelerator, step=start)
-    with patience, sigterm, training.checkpoints, tracker, progress:
+    with patience, sigterm, training.checkpoints, tracker, bar:
         for step in range(start, start if peaked else config.steps):
             # 1. Forward and backward of each micro-batch.
             loss, seen = _accumulate_gradients(training, training.stream.batches(step))
@@ -47,9 +47,9 @@ def fit(training: Training, *, start: int) -> None:
 
             # 3. Records, measurement and checkpoint, where they are due.
             done = step + 1
-            progress.step()
+            bar.update()
             if step == start:  # the bar has a loss from its first step on
-                progress.show(summarize(loss), training.best.latest)
+                show(bar, summarize(loss), training.best.latest)
             measure = is_measured(training, done)
             log = done % config.log_every == 0 or done == config.steps or measure
             stop = sigterm.stops(done, host_waits=log)
@@ -65,7 +65,7 @@ def fit(training: Training, *, start: int) -> None:
                 }
                 tracker.log(record)
                 peaked = measure and validate_now(training, tracker, done)
-                progress.show(record, training.best.latest)
+                show(bar, record, training.best.latest)
             if checkpoint or peaked:
                 save_step(training, done)
             if stop:

@@ -201,29 +201,18 @@ START: dict[str, Callable[[Path, TrainConfig, dict[str, Any], int], GeneralTrack
 }
 
 
-class Progress:
-    """The progress bar of a training, a context manager. Only the main process is `active`.
+def progress_bar(num_steps: int, *, start: int, active: bool) -> tqdm:
+    """Return the bar of a training, a context manager. Only the main process is `active`.
 
     The time left follows from the mean speed since the start of this process. So measurements
     count, and the time between a kill and the resume doesn't.
     """
+    return tqdm(total=num_steps, unit="step", initial=start, desc="train", smoothing=0, disable=not active)
 
-    def __init__(self, *, num_steps: int, start: int, active: bool) -> None:
-        self._bar = tqdm(total=num_steps, unit="step", initial=start, desc="train", smoothing=0, disable=not active)
 
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._bar.close()
-
-    def step(self) -> None:
-        """Add one step."""
-        self._bar.update()
-
-    def show(self, record: Mapping[str, Any], measured: tuple[int, float] | None) -> None:
-        """Show the loss of a record, and the last measurement (step, tokens per step), beside the bar."""
-        text = f"loss {record['loss']:.3g}, tokens per step {record['tokens_per_step_estimate']:.2f} estimated"
-        if measured is not None:
-            text += f", {measured[1]:.2f} measured at step {measured[0]}"
-        self._bar.set_postfix_str(text)
+def show(bar: tqdm, record: Mapping[str, Any], measured: tuple[int, float] | None) -> None:
+    """Show the loss of a record, and the last measurement (step, tokens per step), beside the bar."""
+    text = f"loss {record['loss']:.3g}, tokens per step {record['tokens_per_step_estimate']:.2f} estimated"
+    if measured is not None:
+        text += f", {measured[1]:.2f} measured at step {measured[0]}"
+    bar.set_postfix_str(text)

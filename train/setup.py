@@ -113,7 +113,8 @@ def set_up(
     # 2. The texts of training, and those that are held out from it.
     reads = target_reads(drafter, objective)
     check_shards(config, manifest, reads, target)
-    held_out = hold_out_texts(config, drafter, target, shards_dir, manifest)
+    room = validation_room(config, drafter, target)
+    held_out = hold_out(shards_dir, manifest, config.validation_texts, seed=config.seed, max_prompt_tokens=room)
     stream = open_stream(config, shards_dir, manifest, held_out, reads, accelerator)
     if drafter.wants_token_counts:
         drafter.choose_draft_vocabulary(count_label_tokens(shards_dir, manifest, target.vocab_size))
@@ -140,7 +141,7 @@ def set_up(
         meter=Meter(accelerator.device, measure_from=config.steps - math.ceil(config.steps * MEASURED_SHARE)),
         validator=validator,
         best=Best(output_dir, target.identity),
-        checkpoints=make_checkpoints(config, accelerator, output_dir, model, optimizer),
+        checkpoints=Checkpoints(accelerator, output_dir / CHECKPOINTS_DIR, model, optimizer, keep=config.keep_checkpoints),
         reads=reads,
         output_dir=output_dir,
         trained=drafter,
@@ -174,17 +175,6 @@ def check_shards(config: TrainConfig, manifest: Manifest, reads: TargetReads, ta
     log_recomputed(manifest, reads)
     if config.packing and manifest.stored(reads) != reads:
         require_packing(target)
-
-
-def hold_out_texts(
-    config: TrainConfig, drafter: TrainableDrafter, target: HFTarget, shards_dir: Path, manifest: Manifest
-) -> list[HeldOut]:
-    """Choose the texts that validation decodes.
-
-    Raises ValueError if no room is left for a prompt.
-    """
-    room = validation_room(config, drafter, target)
-    return hold_out(shards_dir, manifest, config.validation_texts, seed=config.seed, max_prompt_tokens=room)
 
 
 def validation_room(config: TrainConfig, drafter: TrainableDrafter, target: HFTarget) -> int:
@@ -263,23 +253,6 @@ def make_validator(
         max_new_tokens=config.validation_tokens,
         batch_size=config.batch_size,
         accelerator=accelerator,
-    )
-
-
-def make_checkpoints(
-    config: TrainConfig,
-    accelerator: Accelerator,
-    output_dir: Path,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-) -> Checkpoints:
-    """Build the writer of checkpoints."""
-    return Checkpoints(
-        accelerator,
-        output_dir / CHECKPOINTS_DIR,
-        model,
-        optimizer,
-        keep=config.keep_checkpoints,
     )
 
 

@@ -18,9 +18,8 @@ so each continuation is a sample from the target's distribution after its positi
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -30,11 +29,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ...data.device import to_device
 from ...data.types import UNKNOWN
-from ...models.decoding.sampling import Sampling, warp
 from ...models.llm.hf_target import HFTarget
 from ...models.llm.hidden_states import without_head
 from .branch_attention import BYPASSED, BranchCache, branch_attention, require_full_attention
 from .features import TextFeatures
+from .sampled_labels import SampledLabels
 
 # Logits held at a time: the head's output [chunk, vocab] has about this many elements. An accelerator
 # reads the head for each chunk, 65 rows of 128,000 tokens with 2**23 elements; and it has the memory.
@@ -63,36 +62,6 @@ class LabelStats:
     def agreement(self) -> float:
         """Share of wanted positions where the target's first token is the text's next token."""
         return self.num_agreeing / max(1, self.num_positions)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledLabels:
-    """How continuations are sampled; the tokens don't depend on batch, order or device.
-
-    The uniform number `uniforms[b, j]` chooses token j of text b, in every continuation that
-    reaches it: the first token whose cumulated probability exceeds it.
-    """
-
-    temperature: float
-    uniforms: Float[torch.Tensor, "batch column"]
-
-    @classmethod
-    def of(
-        cls, ids: Sequence[str], num_columns: int, *, temperature: float, seed: int, device: torch.device
-    ) -> "SampledLabels":
-        """Draw the numbers of these texts; they depend on the seed, a text's id, and the column."""
-        sources = [Random(f"labels/{seed}/{id}") for id in ids]
-        uniforms = [[source.random() for _ in range(num_columns)] for source in sources]
-        return cls(temperature=temperature, uniforms=to_device(torch.tensor(uniforms, dtype=torch.float64), device))
-
-    def choose(
-        self, logits: Float[torch.Tensor, "position vocab"], uniforms: Float[torch.Tensor, " position"]
-    ) -> Int[torch.Tensor, " position"]:
-        """Return the tokens that these numbers choose."""
-        # In float32 the sum over a large vocabulary would be off by more than rare tokens have.
-        cumulated = warp(logits, Sampling(temperature=self.temperature)).double().cumsum(-1)
-        chosen = torch.searchsorted(cumulated, uniforms[:, None] * cumulated[:, -1:], right=True)[:, 0]
-        return chosen.clamp(max=logits.shape[-1] - 1)
 
 
 @torch.inference_mode()

@@ -4,8 +4,6 @@ It skips complete shards, and so resumes after an interruption.
 """
 
 import logging
-import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ...data.answers import AnswerFinder
+from ...data.behind import Behind
 from ...data.config import DataConfig
 from ...data.conversations import is_unanswered
 from ...data.examples import encode_conversations
@@ -35,10 +34,11 @@ from ...data.types import DistilledExample, Example
 from ...models.llm.hf_target import HFTarget
 from ...models.llm.tensor_parallel import Worker
 from ..config import DistillConfig
-from ..plan import Behind, peak_memory_bytes, plan_sha256, plan_shards, run_shards, total
+from ..plan import peak_memory_bytes, plan_sha256, plan_shards, run_shards, total
 from ..regenerate.engines.served_states import ServedStates, open_states
-from .continuations import LabelStats, SampledLabels, label_continuations, require_branch_attention
+from .continuations import LabelStats, label_continuations, require_branch_attention
 from .features import TextFeatures, require_features, require_space, start_storing
+from .sampled_labels import SampledLabels
 
 logger = logging.getLogger(__name__)
 
@@ -97,10 +97,8 @@ def distill(
     data_facts = describe_data(data, target.tokenizer.chat_template, overlap)
     store.require_same(manifest, data_facts)
     if store.missing(plan):
-        coloured = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-        marks = "green" if coloured else f"between {MARKS[0]} and {MARKS[1]}"
-        text = preview(examples[0], target.tokenizer, coloured=coloured)
-        logger.info("the first example, with what is trained on %s:\n%s", marks, text)
+        text = preview(examples[0], target.tokenizer)
+        logger.info("the first example, with what is trained on between %s and %s:\n%s", *MARKS, text)
     require_space(config, target, store.missing(plan), output_dir)
     worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel)
     with ExitStack() as stack:
@@ -319,8 +317,7 @@ def _write_statistics(
 
 
 MARKS = ("[[", "]]")
-"""Marks around the trained parts, if there is no colour."""
-GREEN, NO_COLOUR = "\x1b[32m", "\x1b[0m"
+"""Marks around the trained parts."""
 MAX_PARTS = 6
 MAX_CHARACTERS, LEAST_CUT = 240, 60
 """Characters that are shown of a longer part, its start and its end, where this leaves out at least
@@ -328,13 +325,13 @@ LEAST_CUT."""
 VISIBLE = str.maketrans({"\n": "\u21b5\n", "\t": "\u2192"} | {chr(code): "\ufffd" for code in range(32) if code not in (9, 10)})
 
 
-def preview(example: Example, tokenizer: PreTrainedTokenizerBase, *, coloured: bool = False) -> str:
-    """Render the first parts of an example. Trained parts are in [[ ]], or green.
+def preview(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Render the first parts of an example. Trained parts are in [[ ]].
 
     Line breaks are shown as \u21b5 at the end of a line, tabs as \u2192, and spaces at a part's
     ends as \u00b7.
     """
-    start, end = (GREEN, NO_COLOUR) if coloured else MARKS
+    start, end = MARKS
     tokens = zip(example.input_ids.tolist(), example.loss_mask.tolist(), strict=True)
     parts = [(trained, [id for id, _ in group]) for trained, group in groupby(tokens, key=lambda token: token[1])]
     texts = []

@@ -16,9 +16,10 @@ earlier answers are read but not trained:
 """
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -37,27 +38,47 @@ NOT_TRAINED = "answer that is read, not trained (weight 0)"
 AFTER_CALL = "behind a function's result, which belongs to another answer's call"
 
 
-class InTurns(Protocol):
+class InTurns(ABC):
     """A conversation in progress, whose turns the target writes one after the other."""
 
-    examples: list[AnsweredExample]
-    dropped: Counter[str]
-    """Turns that weren't written, by reason."""
-    num_turns: int
-
-    @property
-    def num_done(self) -> int:
+    def __init__(self, id: str, num_turns: int, limits: Limits, seed: int) -> None:
+        self.id, self.num_turns = id, num_turns
+        self.num_done = 0
         """Number of written and dropped turns."""
+        self.examples: list[AnsweredExample] = []
+        self.dropped: Counter[str] = Counter()
+        """Turns that weren't written, by reason."""
+        self._limits, self._seed = limits, seed
+        self._messages: list[Turn] = []
+        self._tokens: list[int] = []  # of the unfinished example
+        self._spans: list[AnswerSpan] = []
 
+    @abstractmethod
     def next_request(self) -> Request | None:
         """Return the next request for the target; None if the conversation has ended."""
 
+    @abstractmethod
     def take(self, answer: Answer) -> None:
         """Add the answer to the last request."""
 
+    def _end(self, reason: str, later: str | None = None) -> None:
+        """Drop this turn for `reason`, and all later turns for `later` (by default the same)."""
+        self.dropped[reason] += 1
+        if rest := self.num_turns - self.num_done - 1:
+            self.dropped[later or reason] += rest
+        self.num_done = self.num_turns
+        self._close()
 
-class Dialogue:
-    """A conversation whose questions are known (see `InTurns`)."""
+    def _close(self) -> None:
+        """End the unfinished example. All ids have a number, so that no two ids are equal."""
+        if self._spans:
+            id = f"{self.id}#{len(self.examples)}"
+            self.examples.append(AnsweredExample(id=id, input_ids=self._tokens, answers=self._spans))
+        self._tokens, self._spans = [], []
+
+
+class Dialogue(InTurns):
+    """A conversation whose questions are known."""
 
     def __init__(
         self,
@@ -68,33 +89,17 @@ class Dialogue:
         stop_ids: Collection[int],
         seed: int,
     ) -> None:
-        self.id = conversation.id
-        self.examples: list[AnsweredExample] = []
-        self.dropped: Counter[str] = Counter()
-        self.num_turns = len(questions(conversation.turns))
-        self._tokenizer = tokenizer
-        self._limits = limits
-        self._stop_ids = frozenset(stop_ids)
-        self._seed = seed
         self._questions, self._tools = questions(conversation.turns), conversation.tools
+        super().__init__(conversation.id, len(self._questions), limits, seed)
         self._recorded = [turn for turn in conversation.turns if turn.role == "assistant"]
-        self._turn = 0
-        self._messages: list[Turn] = []
-        self._tokens: list[int] = []  # of the unfinished example
-        self._spans: list[AnswerSpan] = []
+        self._tokenizer, self._stop_ids = tokenizer, frozenset(stop_ids)
         self._prompt: list[int] = []
 
-    @property
-    def num_done(self) -> int:
-        """Number of answered and dropped turns."""
-        return self._turn
-
     def next_request(self) -> Request | None:
-        """Return the next request for the target; None if the conversation has ended."""
-        if self._turn == self.num_turns:
+        if self.num_done == self.num_turns:
             self._close()
             return None
-        question = self._questions[self._turn]
+        question = self._questions[self.num_done]
         if any(turn.role == "tool" for turn in question):
             self._end(AFTER_CALL)
             return None
@@ -108,11 +113,11 @@ class Dialogue:
             self._end(NO_ROOM)
             return None
         self._prompt = prompt.tolist()
-        known_answer = self._recorded[self._turn].content if self._turn < len(self._recorded) else None
+        known_answer = self._recorded[self.num_done].content if self.num_done < len(self._recorded) else None
         return Request(
-            id=f"{self.id}#{self._turn}",
+            id=f"{self.id}#{self.num_done}",
             prompt_ids=prompt,
-            seed=answer_seed(self._seed, self.id, self._turn),
+            seed=answer_seed(self._seed, self.id, self.num_done),
             num_known_tokens=None
             if known_answer is None
             else len(self._tokenizer(known_answer, add_special_tokens=False).input_ids),
@@ -136,30 +141,15 @@ class Dialogue:
         # 2. Continue the example, or begin the next one.
         if self._prompt[: len(self._tokens)] != self._tokens:
             self._close()
-        if self._turn < len(self._recorded) and not self._recorded[self._turn].trained:
+        if self.num_done < len(self._recorded) and not self._recorded[self.num_done].trained:
             self.dropped[NOT_TRAINED] += 1
         else:
             self._spans.append(AnswerSpan(start=len(self._prompt), num_tokens=len(tokens), cut=cut))
         self._tokens = self._prompt + tokens
         self._messages.append(Turn(role="assistant", content=text))
-        self._turn += 1
-        if cut and self._turn < self.num_turns:
+        self.num_done += 1
+        if cut and self.num_done < self.num_turns:
             self._end(AFTER_CUT)
-
-    def _end(self, reason: str, later: str | None = None) -> None:
-        """Drop this turn for `reason`, and all later turns for `later` (by default the same)."""
-        self.dropped[reason] += 1
-        if rest := self.num_turns - self._turn - 1:
-            self.dropped[later or reason] += rest
-        self._turn = self.num_turns
-        self._close()
-
-    def _close(self) -> None:
-        """End the unfinished example. All ids have a number, so that no two ids are equal."""
-        if self._spans:
-            id = f"{self.id}#{len(self.examples)}"
-            self.examples.append(AnsweredExample(id=id, input_ids=self._tokens, answers=self._spans))
-        self._tokens, self._spans = [], []
 
 
 def questions(turns: Sequence[Turn]) -> list[list[Turn]]:

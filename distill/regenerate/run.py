@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -81,37 +82,24 @@ def regenerate(
     Raises ValueError if the folder holds another run's answers or damaged ones, if the engine isn't
     available, and if no answer is left.
     """
-    # 1. Load the conversations, and divide them into shards.
+    # 1. Load and answer the conversations.
     conversations, unread = load_questions(data, target, overlap)
     logger.info("%d conversations to regenerate | dropped: %s", len(conversations), describe_drops(unread))
-    plan = plan_shards(conversations, config.shard_examples)
     limits = answer_limits(config, data, target)
-    store, data_facts = answer_store(output_dir), describe_data(data, target.tokenizer.chat_template, overlap)
-    manifest, drafter = begin_answers(config, data, target, plan, store, accelerator, data_facts)
-    # 2. Answer them, shard by shard. With a server each process sends its own requests.
-    worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel and not config.is_served)
-
-    def begin(conversation: Conversation) -> Dialogue:
-        return Dialogue(conversation, target.tokenizer, limits=limits, stop_ids=target.stop_ids, seed=config.seed)
-
-    def make(shards: Mapping[int, Sequence[Conversation]], progress: tqdm) -> None:
-        with open_engine(config, target, limits, drafter) as engine:
-            answer_shards(shards, begin, engine, str(config.engine), output_dir, progress, worker)
-
-    manifest = run_shards(
-        store,
-        manifest,
-        plan,
+    manifest = answer_all(
+        config,
+        data,
+        target,
+        conversations,
+        output_dir,
         accelerator,
-        worker,
-        num_units=count_turns,
-        make=make,
+        begin=lambda item: Dialogue(item, target.tokenizer, limits=limits, stop_ids=target.stop_ids, seed=config.seed),
+        open=lambda drafter, stack: stack.enter_context(open_engine(config, target, limits, drafter)),
         finish=lambda entries: _write_statistics(config, data, target, output_dir, entries, unread),
         unit="answer",
-        data_facts=data_facts,
+        overlap=overlap,
     )
-    target.plain_linears()  # the labels are then the same whether this process has answered or not
-    # 3. Read the examples.
+    # 2. Read the examples.
     examples = [example.to_example() for entry in manifest.shards for example in read_answers(output_dir, entry)]
     if not examples:
         raise ValueError(
@@ -119,6 +107,62 @@ def regenerate(
             f"{describe_drops(total_counts(manifest.shards)[1])}. Check data.max_length, the chat template and the target"
         )
     return examples
+
+
+def answer_all(
+    config: DistillConfig,
+    data: DataConfig,
+    target: HFTarget,
+    items: Sequence[Conversation],
+    output_dir: Path,
+    accelerator: Accelerator,
+    *,
+    begin: Callable[[Conversation], InTurns],
+    open: Callable[[LoadedDrafter | None, ExitStack], Engine],
+    unit: str,
+    finish: Callable[[list[AnswersEntry]], None] = lambda entries: None,
+    overlap: PromptOverlap | None = None,
+) -> AnswersManifest:
+    """Answer the missing shards of conversations, and return the complete manifest.
+
+    `begin` begins an item's conversation, and `open` opens the engine with the configured drafter.
+    Errors as in `run_shards`.
+    """
+    plan, store = plan_shards(items, config.shard_examples), answer_store(output_dir)
+    data_facts = describe_data(data, target.tokenizer.chat_template, overlap)
+    manifest, drafter = begin_answers(config, data, target, plan, store, accelerator, data_facts)
+    # With a server each process sends its own requests.
+    worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel and not config.is_served)
+
+    def make(shards: Mapping[int, Sequence[Conversation]], progress: tqdm) -> None:
+        with ExitStack() as stack:
+            engine = open(drafter, stack)
+            for index, conversations in shards.items():
+                # 1. Answer the conversations.
+                started = time.perf_counter()
+                examples, counts = answer_conversations(list(map(begin, conversations)), engine, progress)
+                seconds = time.perf_counter() - started
+                progress.set_postfix_str(f"{counts.num_tokens / seconds:.0f} tok/s")
+                # 2. Write its statistics, then the shard, whose sidecar marks it as complete.
+                if worker.speaks:
+                    stats = AnsweringStats(engine=str(config.engine), seconds=seconds)
+                    write_json(store.path(index, STATS_SUFFIX), asdict(stats))
+                    write_answers(output_dir, index, [item.id for item in conversations], examples, counts)
+
+    manifest = run_shards(
+        store,
+        manifest,
+        plan,
+        accelerator,
+        worker,
+        num_units=lambda items: sum(begin(item).num_turns for item in items),
+        make=make,
+        finish=finish,
+        unit=unit,
+        data_facts=data_facts,
+    )
+    target.plain_linears()  # the labels are then the same whether this process has answered or not
+    return manifest
 
 
 def load_questions(
@@ -262,30 +306,6 @@ def answer_conversations(
     )
     assert counts.num_turns == counts.num_answers + dropped.total()
     return examples, counts
-
-
-def answer_shards(
-    shards: Mapping[int, Sequence[Conversation]],
-    begin: Callable[[Conversation], InTurns],
-    engine: Engine,
-    name: str,
-    output_dir: Path,
-    progress: tqdm,
-    worker: Worker,
-) -> None:
-    """Answer and write these shards. `progress` counts turns, `name` is the engine's."""
-    for index, conversations in shards.items():
-        # 1. Answer the conversations.
-        started = time.perf_counter()
-        examples, counts = answer_conversations(list(map(begin, conversations)), engine, progress)
-        seconds = time.perf_counter() - started
-        progress.set_postfix_str(f"{counts.num_tokens / seconds:.0f} tok/s")
-        # 2. Write its statistics, then the shard, whose sidecar marks it as complete.
-        if not worker.speaks:
-            continue
-        stats = AnsweringStats(engine=name, seconds=seconds)
-        write_json(answer_store(output_dir).path(index, STATS_SUFFIX), asdict(stats))
-        write_answers(output_dir, index, [conversation.id for conversation in conversations], examples, counts)
 
 
 def count_turns(conversations: Sequence[Conversation]) -> int:

@@ -1,7 +1,6 @@
 """A conversation whose questions the target writes, too: where a question begins and ends, and its turns."""
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +10,8 @@ from ...data.conversations import Conversation, Turn
 from ...data.loops import ends_in_a_loop
 from ...data.questions import fault_of
 from ...models.llm.hf_target import HFTarget
-from .answers import AnsweredExample, AnswerSpan
-from .dialogues import AFTER_CUT, EMPTY, LOOP, answer_seed
+from .answers import AnswerSpan
+from .dialogues import AFTER_CUT, EMPTY, LOOP, InTurns, answer_seed
 from .engine import Answer, Limits, Request
 
 QUESTION_TOKENS = 256
@@ -88,8 +87,8 @@ class Opening:
         return question, fault_of(question, prefix)
 
 
-class Writer:
-    """A conversation whose questions and answers the target writes in turn (see `InTurns`).
+class Writer(InTurns):
+    """A conversation whose questions and answers the target writes in turn.
 
     Its one example holds the tokens of all turns, one span each; the prompts between them aren't kept.
     """
@@ -97,68 +96,46 @@ class Writer:
     def __init__(
         self, conversation: Conversation, target: HFTarget, opening: Opening, source: DataSource, limits: Limits, seed: int
     ) -> None:
-        self.id = conversation.id
-        self.examples: list[AnsweredExample] = []
-        self.dropped: Counter[str] = Counter()
-        self.num_turns = 2 * source.turns - 1
-        self._target, self._opening, self._prefix, self._limits, self._seed = target, opening, source.prefix, limits, seed
-        self._messages: list[Turn] = []
-        self._tokens: list[int] = []
-        self._spans: list[AnswerSpan] = []
-        self._turn = 0
-
-    @property
-    def num_done(self) -> int:
-        return self._turn
+        super().__init__(conversation.id, 2 * source.turns - 1, limits, seed)
+        self._target, self._opening, self._prefix = target, opening, source.prefix
 
     def next_request(self) -> Request | None:
-        if self._turn == self.num_turns:
+        if self.num_done == self.num_turns:
             return None
         tokenizer = self._target.tokenizer
         try:
-            if self._turn % 2:
+            if self.num_done % 2:
                 prompt = encode_prompt(self._messages, tokenizer)[0]
             else:
                 text = self._opening.text(self._messages, self._prefix)
                 prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
         except (RejectedPromptError, *TEMPLATE_ERRORS) as error:
-            self._end(f"rejected by the chat template ({error})")
+            self._end(f"rejected by the chat template ({error})", LATER)
             return None
         if self._limits.room(len(prompt)) < 1:
-            self._end("no room for another turn")
+            self._end("no room for another turn", LATER)
             return None
         # An answer has the seed with which it is regenerated, so that the next question fits it.
-        name = self.id if self._turn % 2 else f"{self.id} asks"
-        seed = answer_seed(self._seed, name, self._turn // 2)
-        return Request(id=f"{self.id}#{self._turn}", prompt_ids=prompt, seed=seed)
+        name = self.id if self.num_done % 2 else f"{self.id} asks"
+        seed = answer_seed(self._seed, name, self.num_done // 2)
+        return Request(id=f"{self.id}#{self.num_done}", prompt_ids=prompt, seed=seed)
 
     def take(self, answer: Answer) -> None:
         tokens = answer.tokens.tolist()
         written = tokens[:-1] if tokens and tokens[-1] in self._target.stop_ids else tokens
         fault: str | None
-        if self._turn % 2:
+        if self.num_done % 2:
             decoded: Any = self._target.tokenizer.decode(written, clean_up_tokenization_spaces=False)
             text, looped = str(decoded), ends_in_a_loop(written)
             fault = EMPTY if not text.strip() else LOOP if looped else AFTER_CUT if answer.cut else None
         else:
             text, fault = self._opening.question(written, self._prefix, cut=answer.cut)
         if fault:
-            self._end(fault)
+            self._end(fault, LATER)
             return
         self._spans.append(AnswerSpan(start=len(self._tokens), num_tokens=len(tokens), cut=answer.cut))
         self._tokens += tokens
-        self._messages.append(Turn(role="assistant" if self._turn % 2 else "user", content=text))
-        self._turn += 1
-        if self._turn == self.num_turns:
+        self._messages.append(Turn(role="assistant" if self.num_done % 2 else "user", content=text))
+        self.num_done += 1
+        if self.num_done == self.num_turns:
             self._close()
-
-    def _end(self, reason: str) -> None:
-        self.dropped[reason] += 1
-        if rest := self.num_turns - self._turn - 1:
-            self.dropped[LATER] += rest
-        self._turn = self.num_turns
-        self._close()
-
-    def _close(self) -> None:
-        if self._spans:
-            self.examples = [AnsweredExample(id=f"{self.id}#0", input_ids=self._tokens, answers=self._spans)]

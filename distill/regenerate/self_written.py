@@ -15,7 +15,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,20 +29,16 @@ from ...data.conversations import Conversation
 from ...data.files import atomic_write_text, write_json
 from ...data.questions import near_duplicates
 from ...data.sources import describe_drops
-from ...data.store import describe_data
 from ...models.llm.hf_target import HFTarget
-from ...models.llm.tensor_parallel import Worker
 from ..config import DistillConfig
-from ..plan import plan_shards, run_shards
 from .answers import AnsweredExample, AnswersEntry, answer_store, read_answers
 from .engine import Answer, Engine, Request
 from .engines.registry import open_engine
 from .run import (
     STATS_FILE,
+    answer_all,
     answer_conversations,
     answer_limits,
-    answer_shards,
-    begin_answers,
     missing_conversations,
     total_counts,
 )
@@ -151,7 +147,17 @@ def write_conversations(
     def path_of(number: int, source: DataSource) -> Path:
         folder = output_dir / str(number)
         written = SelfSource(config, data, source, number, target)
-        _write(written, folder, accelerator)
+        answer_all(
+            written.asking,
+            data,
+            target,
+            written.items,
+            folder,
+            accelerator,
+            begin=written.begin,
+            open=lambda drafter, stack: written.open(stack),
+            unit="question",
+        )
         path = folder.with_suffix(".jsonl")
         if accelerator.is_main_process:
             _write_records(written, folder, path)
@@ -218,33 +224,6 @@ def with_files(data: DataConfig, path_of: Callable[[int, DataSource], Path]) -> 
         return replace(data, sources=sources) if data.sources else data
     names = ("source", "path", "count", "turns", "prefix", "question_temperature")
     return replace(data, **{name: getattr(sources[0], name) for name in names})
-
-
-def _write(written: SelfSource, folder: Path, accelerator: Accelerator) -> None:
-    """Write the shards of a source that are missing."""
-    config, data, target = written.asking, written.data, written.target
-    plan, store = plan_shards(written.items, config.shard_examples), answer_store(folder)
-    facts = describe_data(data, target.tokenizer.chat_template)
-    manifest, _ = begin_answers(config, data, target, plan, store, accelerator, facts)
-    worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel and not config.is_served)
-
-    def make(shards: Mapping[int, Sequence[Conversation]], progress: tqdm) -> None:
-        with ExitStack() as stack:
-            answer_shards(shards, written.begin, written.open(stack), str(config.engine), folder, progress, worker)
-
-    run_shards(
-        store,
-        manifest,
-        plan,
-        accelerator,
-        worker,
-        num_units=lambda items: len(items) * (2 * written.source.turns - 1),
-        make=make,
-        finish=lambda entries: None,
-        unit="question",
-        data_facts=facts,
-    )
-    target.plain_linears()
 
 
 def _write_records(written: SelfSource, folder: Path, path: Path) -> None:

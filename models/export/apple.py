@@ -22,7 +22,7 @@ from ..drafters.redrafter import Redrafter
 from ..llm.hf_target import HFTarget
 from .folders import Folder
 from .formats import FolderContents, Format, Reading
-from .llama import raise_unsupported, require_sizes
+from .llama import raise_unsupported, require_readable, require_sizes
 
 MODEL_TYPE = "recurrent_drafting_drafter"
 SIZES = ("num_draft_layers", "hidden_size", "exit_dim")
@@ -83,10 +83,7 @@ def read(folder: Folder, target: HFTarget) -> Reading:
     problems += [f"{name} {config[name]!r}" for name in SIZES if name in config and not _is_size(config[name])]
     problems += [f"rnn {config['rnn']!r} (only true is read)"] if config.get("rnn", True) is not True else []
     problems += [f"model_type {config['model_type']!r}"] if config.get("model_type", MODEL_TYPE) != MODEL_TYPE else []
-    if problems:
-        raise ValueError(
-            f"{folder.path / 'config.json'} is not a configuration of Apple's ReDrafter: it has {', '.join(problems)}"
-        )
+    require_readable(folder, problems)
     require_sizes(config, folder, target)
     options: dict[str, Any] = {
         "initial_state": "zero",

@@ -44,9 +44,10 @@ from .llama import (
     order_problems,
     raise_unsupported,
     read_config,
+    require_readable,
     write_config,
 )
-from .speculators import proposal_problems, raise_problems, write_proposal
+from .speculators import proposal_problems, write_proposal
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +208,7 @@ def read_deepspec(folder: Folder, target: HFTarget) -> Reading:
         problems.append(
             f"num_target_layers {config['num_target_layers']!r} (the target's is {len(decoder_layers(target.model))})"
         )
-    raise_problems(folder, problems)
+    require_readable(folder, problems)
     layers = {name: value for name, value in config.items() if name not in DEEPSPEC_KEYS}
     return _reading(folder, target, config, layers, [layer + 1 for layer in config["target_layer_ids"]])
 
@@ -226,7 +227,7 @@ def read_speculators(folder: Folder, target: HFTarget) -> Reading:
         problems.append("no sample_from_anchor (the library takes true then, and vLLM false; write it into the file)")
     if not isinstance(layers, dict):
         problems.append("no transformer_layer_config")
-    raise_problems(folder, problems)
+    require_readable(folder, problems)
     assert isinstance(layers, dict)
     layers = {name: value for name, value in layers.items() if name != "_attn_implementation"}
     return _reading(folder, target, config, layers, config["aux_hidden_state_layer_ids"])

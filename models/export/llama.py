@@ -131,6 +131,14 @@ def raise_unsupported(problems: list[str], name: str) -> None:
         raise ValueError(f"the drafter can't be written as {name}: {'; '.join(problems)}")
 
 
+def require_readable(folder: Folder, problems: list[str]) -> None:
+    """Raise ValueError if a configuration describes no supported drafter, with all problems."""
+    if problems:
+        raise ValueError(
+            f"{folder.path / 'config.json'} describes a drafter that isn't supported: it has {', '.join(problems)}"
+        )
+
+
 def frequencies(config: Any) -> torch.Tensor:
     """Compute the rotary frequencies of a layer's configuration, on the CPU."""
     rotary: Any = FORMS[config.model_type][2](config)
@@ -187,10 +195,7 @@ def read_config(
     for name, usual, known in (("hidden_act", "silu", ACT2FN.keys()), ("model_type", "llama", FORMS.keys())):
         if not isinstance(config.get(name, usual), str) or config.get(name, usual) not in known:
             problems.append(f"{name} {config[name]!r}")
-    if problems:
-        raise ValueError(
-            f"{folder.path / 'config.json'} describes a drafter that isn't supported: it has {', '.join(problems)}"
-        )
+    require_readable(folder, problems)
 
     # 2. Compare sizes and layer with the target.
     require_sizes(config, folder, target)

@@ -25,7 +25,7 @@ from ..drafters.options import MedusaConfig
 from ..llm.hf_target import HFTarget
 from .folders import Folder
 from .formats import FolderContents, Format, Reading
-from .llama import GENERAL_KEYS, raise_unsupported, require_sizes
+from .llama import GENERAL_KEYS, raise_unsupported, require_readable, require_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +136,7 @@ def read(folder: Folder, target: HFTarget) -> Reading:
         for name in (NUM_HEADS, TENSORRT_NUM_HEADS, NUM_LAYERS)
         if name in config and (type(config[name]) is not int or config[name] < 1)
     ]
-    if problems:
-        raise ValueError(f"{folder.path / 'config.json'} is not a configuration of Medusa: it has {', '.join(problems)}")
+    require_readable(folder, problems)
     require_sizes(config, folder, target)
 
     # 2. Count heads and blocks by the names of the tensors.

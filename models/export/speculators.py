@@ -20,7 +20,15 @@ from .draft_vocabulary import vocabulary_reading, write_vocabulary
 from .eagle3 import NORMS, NUM_FEATURES, eagle3_layer_problems, names_of, read_norms
 from .folders import Folder
 from .formats import FolderContents, Format, Reading
-from .llama import GENERAL_KEYS, embedding_problems, order_problems, raise_unsupported, read_config, write_config
+from .llama import (
+    GENERAL_KEYS,
+    embedding_problems,
+    order_problems,
+    raise_unsupported,
+    read_config,
+    require_readable,
+    write_config,
+)
 
 FLAGS = ("norm_before_residual", "embed_requires_grad")
 """Keys of variants that drafters here don't have. They are always written, because the library's
@@ -87,7 +95,7 @@ def read(folder: Folder, target: HFTarget) -> Reading:
     problems = [f"an unknown key {name}" for name in sorted(config.keys() - KEYS - GENERAL_KEYS)]
     problems += [f"{name} {config[name]!r}" for name in FLAGS if config.get(name, False) is not False]
     problems += ["no transformer_layer_config"] if not isinstance(layer, dict) else []
-    raise_problems(folder, problems + proposal_problems(config, "eagle3", target))
+    require_readable(folder, problems + proposal_problems(config, "eagle3", target))
 
     # 2. The drafter's options.
     assert isinstance(layer, dict)
@@ -185,11 +193,3 @@ def _section_problems(proposed: Mapping[str, Any]) -> list[str]:
         else:
             problems += [f"an unknown key speculators_config.{section}.{name}" for name in sorted(value.keys() - known)]
     return problems
-
-
-def raise_problems(folder: Folder, problems: list[str]) -> None:
-    """Raise ValueError if a configuration describes no supported drafter, with all problems."""
-    if problems:
-        raise ValueError(
-            f"{folder.path / 'config.json'} describes a drafter that isn't supported: it has {', '.join(problems)}"
-        )

@@ -2,8 +2,6 @@ import pytest
 
 from outrider.data.config import DataConfig, DataSource
 
-from ..wrong_values import problems
-
 TEXT = DataSource(source="text", path="a")
 
 
@@ -33,15 +31,3 @@ TEXT = DataSource(source="text", path="a")
 def test_values_that_cannot_work_together_are_refused(values: dict[str, object], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         DataConfig(**values)  # type: ignore[arg-type]
-
-
-def test_all_wrong_values_are_listed_at_once() -> None:
-    values = {"limit": 0, "max_length": 1, "seed": -1, "overlap_words": 0, "prompt_chars": [0]}
-    assert problems(DataConfig, source="csv", **values) == [
-        'source="csv": must be one of messages, sharegpt, alpaca, completion, tokens, text, stdlib, self',
-        "limit=0: must be above 0",
-        "max_length=1: must be at least 2",
-        "seed=-1: must be at least 0",
-        "overlap_words=0: must be above 0",
-        "prompt_chars[0]=0: must be above 0",
-    ]

@@ -179,34 +179,13 @@ def test_the_sidecar_is_written_after_the_shard(tmp_path: Path, monkeypatch: pyt
     assert label_store(tmp_path).read_entry(0) is None
 
 
-def cut_in_half(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
 def flip_one_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
-def lengthen(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0")
-
-
-@pytest.mark.parametrize(
-    ("damage", "problem"),
-    [
-        (cut_in_half, "was truncated or altered"),
-        (empty, "was truncated or altered"),
-        (flip_one_bit, "was truncated or altered"),
-        (lengthen, "was truncated or altered"),
-        (Path.unlink, "is missing"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "problem"), [(flip_one_bit, "was truncated or altered"), (Path.unlink, "is missing")])
 def test_a_damaged_shard_is_named_with_its_remedy(damage, problem: str, tmp_path: Path) -> None:
     entries = [write_shard(tmp_path, index, make_examples(prefix=f"shard{index}")) for index in range(2)]
     damage(tmp_path / entries[1].file)
@@ -225,7 +204,7 @@ def test_a_broken_sidecar_is_named(tmp_path: Path) -> None:
     write_json(sidecar, {**good, "colour": "red"})
     with pytest.raises(ValueError, match=r"shard-00000.json: colour: there is no such key"):
         label_store(tmp_path).read_entry(0)
-    cut_in_half(sidecar)
+    sidecar.write_bytes(sidecar.read_bytes()[:-9])
     with pytest.raises(ValueError, match=r"shard-00000.json is not a JSON file"):
         label_store(tmp_path).read_entry(0)
 

@@ -11,7 +11,7 @@ import pytest
 from outrider.cli.data import VerifyOptions, verify_command
 from outrider.data.shards import label_store, write_shard
 
-from .test_shards import make_examples, make_manifest
+from .test_shards import flip_one_bit, make_examples, make_manifest
 
 
 @pytest.fixture
@@ -27,12 +27,6 @@ def test_an_undamaged_folder_passes(folder: Path, capsys: pytest.CaptureFixture[
     assert len(manifest.shards) == 2
     verify_command(VerifyOptions(directory=folder))
     assert "2 shards are whole: 6 examples, 46 tokens" in capsys.readouterr().out
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def cut(path: Path) -> None:
@@ -70,7 +64,7 @@ def test_damage_is_found_and_named_with_a_remedy(damage: str, folder: Path) -> N
 
 
 def test_all_damage_is_reported_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flip(folder / "shard-00000.safetensors")
+    flip_one_bit(folder / "shard-00000.safetensors")
     cut(folder / SHARD)
     with pytest.raises(SystemExit, match="1"):
         verify_command(VerifyOptions(directory=folder))
@@ -85,7 +79,7 @@ def test_the_finished_part_of_an_unfinished_folder_is_checked(folder: Path) -> N
     _, problems = label_store(folder).find_damage()
     assert len(problems) == 1
     assert "not complete (2 shards are there)" in problems[0]
-    flip(folder / SHARD)
+    flip_one_bit(folder / SHARD)
     assert any("was truncated or altered" in problem for problem in label_store(folder).find_damage()[1])
 
 

@@ -19,12 +19,15 @@ from outrider.models.llm.hf_target import HFTarget
 
 Reply = tuple[int, dict[str, str], bytes]
 """Status, headers and body of a response."""
+Attack = Callable[["Handler"], None]
+"""What a hostile server does with a request."""
 
 
 class Server(ThreadingHTTPServer):
     """Server that answers completions with the tiny target.
 
-    It first sends the replies in `faults`; None closes the connection.
+    It first sends the replies in `faults`; None closes the connection. With an attack on completions
+    or on the list of models, each of these requests gets that.
     """
 
     daemon_threads = True
@@ -44,6 +47,8 @@ class Server(ThreadingHTTPServer):
         self.woken = threading.Event()
         self.num_inside = self.most_inside = 0
         self.change: Callable[[dict[str, Any]], None] = lambda reply: None
+        self.attack: Attack | None = None
+        self.attack_on_models: Attack | None = None
 
     @property
     def url(self) -> str:
@@ -81,11 +86,22 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         assert self.path == "/v1/models"
-        self._reply(200, {}, json.dumps({"data": [{"id": name} for name in self.server.models]}).encode())
+        if self.server.attack_on_models is not None:
+            self.server.attack_on_models(self)
+            return
+        self.reply(200, {}, json.dumps({"data": [{"id": name} for name in self.server.models]}).encode())
 
     def do_POST(self) -> None:
         assert self.path == "/v1/completions"
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        content = self.rfile.read(length := int(self.headers["Content-Length"]))
+        if len(content) < length:  # the client has closed the connection
+            self.close_connection = True
+            return
+        body = json.loads(content)
+        if self.server.attack is not None:
+            self.server.bodies.append(body)
+            self.server.attack(self)
+            return
         with self.server.lock:
             self.server.keys.add(self.headers.get("Authorization"))
             self.server.num_inside += 1
@@ -104,14 +120,14 @@ class Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
                 return
             if fault:
-                self._reply(*fault)
+                self.reply(*fault)
                 return
             self.server.bodies.append(body)
             reply = self.server.complete(body)  # one at a time: the target has one cache
         self.server.change(reply)
-        self._reply(200, {}, json.dumps(reply).encode())
+        self.reply(200, {}, json.dumps(reply).encode())
 
-    def _reply(self, status: int, headers: dict[str, str], body: bytes) -> None:
+    def reply(self, status: int, headers: dict[str, str], body: bytes) -> None:
         self.send_response(status)
         for name, value in {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)

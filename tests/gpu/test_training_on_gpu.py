@@ -22,7 +22,7 @@ from outrider.distill.config import DistillConfig
 from outrider.distill.label.continuations import label_continuations, require_branch_attention
 from outrider.distill.label.features import TextFeatures, start_storing
 from outrider.distill.regenerate.engine import Limits, Request
-from outrider.distill.regenerate.engines.batch import BatchEngine, kv_bytes_per_token
+from outrider.distill.regenerate.engines.batch import BatchEngine
 from outrider.distill.regenerate.engines.decoder import DecoderEngine
 from outrider.models.decoding import Sampling
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, parse_drafter
@@ -133,7 +133,7 @@ def test_batches_by_length_give_the_decoders_answers(load: Callable[..., HFTarge
     greedy = Sampling(temperature=0.0)
     engines = (
         DecoderEngine(target, NullDrafter(), sampling=greedy, limits=limits),
-        BatchEngine(target, sampling=greedy, limits=limits, kv_budget_bytes=100 * kv_bytes_per_token(target)),
+        BatchEngine(target, sampling=greedy, limits=limits, budget_tokens=100),
     )
     expected, actual = ({answer.id: answer.tokens.tolist() for answer in engine.answer(requests)} for engine in engines)
     assert actual == expected

@@ -106,7 +106,7 @@ def test_an_error_of_the_thread_is_raised_at_the_next_checkpoint_or_the_end(acce
         with checkpoints(accelerator, tmp_path) as (_, saver):
             with no_file_above(100):
                 saver.save(2, {})
-                saver._writing.exception()
+                saver._last.exception()
             if ask == "save":
                 saver.save(3, {})
             elif ask == "finish":

@@ -12,7 +12,7 @@ from accelerate import PartialState
 
 from outrider.train import records as records_module
 from outrider.train.config import TrainConfig
-from outrider.train.records import Progress, Tracker, read_records, require_tracker
+from outrider.train.records import Tracker, progress_bar, read_records, require_tracker, show
 
 from .conftest import no_file_above
 
@@ -191,16 +191,11 @@ def test_wandb_that_cannot_start_is_an_error_with_the_remedy(tmp_path: Path, mon
 
 
 def test_the_bar_shows_the_whole_run_with_the_measured_beside_the_estimated(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(num_steps=100, start=40, active=True) as progress:
-        progress.step()
-        progress.show({"loss": 2.345, "tokens_per_step_estimate": 1.987}, (40, 1.765))
+    for active in (False, True):
+        assert capsys.readouterr().err == ""
+        with progress_bar(100, start=40, active=active) as bar:
+            bar.update()
+            show(bar, {"loss": 2.345, "tokens_per_step_estimate": 1.987}, (40, 1.765))
     shown = capsys.readouterr().err
     assert "41/100" in shown
     assert "loss 2.35, tokens per step 1.99 estimated, 1.76 measured at step 40" in shown
-
-
-def test_the_bar_of_other_processes_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(num_steps=9, start=0, active=False) as progress:
-        progress.step()
-        progress.show({"loss": 1.0, "tokens_per_step_estimate": 1.0}, None)
-    assert capsys.readouterr().err == ""

@@ -276,7 +276,7 @@ def test_ctrl_c_writes_a_checkpoint_and_a_second_one_stops_at_once(run_train: Ru
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
 def test_a_signal_after_the_last_step_ends_the_run_too(number, error, run_train, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module.Progress, "__exit__", lambda *_: os.kill(os.getpid(), number))
+        patch.setattr(loop_module.Tracker, "__exit__", lambda *_: os.kill(os.getpid(), number))
         with pytest.raises(error):
             run_train(checkpoint_every=100)
     assert [path.name for path in complete_checkpoints(tmp_path / "run/train/checkpoints")] == ["step-00000006"]

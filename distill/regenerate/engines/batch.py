@@ -35,17 +35,16 @@ class BatchEngine:
     target: HFTarget
     sampling: Sampling
     limits: Limits
-    kv_budget_bytes: int
+    budget_tokens: int
+    """Tokens whose keys and values a batch may hold."""
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
         """Yield an answer to every request, batch by batch.
 
-        Raises ValueError if a prompt leaves no room within the limits, or if an answer might exceed
-        the budget.
+        Each prompt leaves room within the limits, and the budget holds the longest text of the limits.
         """
         if not requests:
             return
-        budget = self.kv_budget_bytes // kv_bytes_per_token(self.target)
         decoder = BatchDecoder(self.target, requests, self.sampling, self.limits)
         reservation = Predicted(
             LightPredictor(),
@@ -55,7 +54,7 @@ class BatchEngine:
             unknown=max(1, math.ceil(UNKNOWN_SHARE * self.limits.max_new_tokens)),
         )
         lengths = [len(request.prompt_ids) for request in requests]
-        for batch in supervise(lengths, decoder.rooms, SHORTEST, reservation, decoder.decode, budget=budget):
+        for batch in supervise(lengths, decoder.rooms, SHORTEST, reservation, decoder.decode, budget=self.budget_tokens):
             yield from (decoder.answer_of(row.index) for row, decoded in batch if decoded.ended)
 
 
@@ -80,12 +79,6 @@ class BatchDecoder:
         self.rule = GreedyAcceptance() if sampling.temperature == 0 else SpeculativeSampling(sampling=sampling)
         self.stop_ids = frozenset(target.stop_ids)
         self.rooms = [limits.room(len(request.prompt_ids)) for request in requests]
-        if min(self.rooms) < 1:
-            request = requests[self.rooms.index(min(self.rooms))]
-            raise ValueError(
-                f"request {request.id} has a prompt of {len(request.prompt_ids)} tokens, which leaves no room for an answer in "
-                f"{limits.max_tokens}; leave it out"
-            )
         self.tokens: list[list[int]] = [[] for _ in requests]
         self._kept: dict[int, KeptText] = {}
 

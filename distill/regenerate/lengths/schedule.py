@@ -129,7 +129,6 @@ def supervise(
     }
     lengths: dict[int, int] = {}
     unfinished: dict[int, int] = {}
-    require_room(list(waiting.values()), rooms, budget)
     while waiting:
         # 2. Form a batch, and decode it.
         most_held = None if policy.held_budgets is None else policy.held_budgets * budget
@@ -176,19 +175,8 @@ def next_batch(ordered: Sequence[Waiting], budget: int) -> list[Waiting]:
         if (len(batch) + 1) * wider <= budget:
             batch.append(row)
             widest = wider
-    assert batch, "`require_room` has checked that every request fits alone"
+    assert batch, "each request fits alone, with its longest answer"
     return batch
-
-
-def require_room(waiting: Sequence[Waiting], rooms: Sequence[int], budget: int) -> None:
-    """Raise ValueError if a request doesn't fit into the budget alone with its longest answer."""
-    for row in waiting:
-        entries = row.num_read + rooms[row.index]
-        if entries > budget:
-            raise ValueError(
-                f"the KV-memory budget holds {budget} tokens, and a request may take {entries}: a prompt of {row.num_read} and "
-                f"an answer of up to {rooms[row.index]}. Raise distill.kv_budget_gib, or lower distill.max_new_tokens"
-            )
 
 
 def may_begin(waiting: list[Waiting], most_held: float | None) -> list[Waiting]:

@@ -226,7 +226,13 @@ def test_a_folder_of_another_run_is_an_error_with_every_difference(target, data,
     other_data = write_conversations(tmp_path / "more.jsonl", 9)
     with pytest.raises(ValueError, match="another run") as error:
         run(other_config, other_data, other, folder)
-    fields = ("target.name_or_path was", "horizon (was 4, is 3)", "features (was 'last_hidden', is 'none')", "data.path was ")
+    fields = (
+        "target.name_or_path (was",
+        "other weights",
+        "horizon (was 4, is 3)",
+        "features (was 'last_hidden', is 'none')",
+        "data.path (was ",
+    )
     for field in fields:
         assert field in str(error.value)
     with pytest.raises(ValueError, match=r"distill\.shard_examples"):
@@ -292,11 +298,11 @@ def test_another_configuration_of_the_same_weights_is_another_target(tiny_target
     with pytest.raises(ValueError, match=r"target_dtype \(was 'torch\.float32', is 'torch\.bfloat16'\)"):
         run(CONFIG, data, load_target(load(name_or_path=str(copy), dtype="bfloat16")), folder)
     (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
-    with pytest.raises(ValueError, match=r"with other .*config\.json"):
+    with pytest.raises(ValueError, match=r"the target has another config\.json; target\.name_or_path \(was"):
         run(CONFIG, data, load_target(load(name_or_path=str(copy), dtype="float32")), folder)
     (copy / "config.json").write_text(json.dumps(config))
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
-    with pytest.raises(ValueError, match=r"with other .*config\.json"):
+    with pytest.raises(ValueError, match=r"the target has another config\.json; target\.name_or_path \(was"):
         run(CONFIG, data, load_target(load(name_or_path=str(copy), dtype="float32")), folder)
 
 
@@ -312,7 +318,6 @@ def example(tokenizer: PreTrainedTokenizerFast, *texts: str) -> Example:
 def test_the_answer_is_marked_and_white_space_is_visible(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     shown = preview(example(tiny_tokenizer, "Hi\tyou", " one\ntwo"), tiny_tokenizer)
     assert shown == "<|user|>Hi\u2192you<|assistant|>[[\u00b7one\u21b5\ntwo<|end|>]]"
-    assert preview(example(tiny_tokenizer, "a", "b"), tiny_tokenizer, coloured=True).endswith("\x1b[32mb<|end|>\x1b[0m")
 
 
 def test_an_escape_of_a_text_never_reaches_the_terminal(tiny_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -13,8 +13,9 @@ from outrider.data.manifest import LabelSampling, Manifest
 from outrider.data.shards import label_store, read_shard
 from outrider.data.types import UNKNOWN
 from outrider.distill.config import DistillConfig
-from outrider.distill.label.continuations import SampledLabels, label_continuations
+from outrider.distill.label.continuations import label_continuations
 from outrider.distill.label.run import distill
+from outrider.distill.label.sampled_labels import SampledLabels
 from outrider.eval.certify.samples import g_test
 from outrider.models.decoding.sampling import Sampling, warp
 from outrider.models.llm.hf_target import HFTarget

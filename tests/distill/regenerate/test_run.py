@@ -286,10 +286,12 @@ def test_a_folder_of_another_run_is_an_error_with_every_difference(target, data,
     with pytest.raises(ValueError, match="another run") as error:
         run(other_config, other_data, other, folder)
     for field in (
-        "target.name_or_path was",
-        "data.chat_template changed",
+        "target.name_or_path (was",
+        "the target has other weights",
+        "the target has another tokenizer",
+        "the chat template changed (data.chat_template",
         "max_tokens (was 120, is 110)",
-        "data.path was",
+        "data.path (was",
         "sampling.temperature (was 1.0, is 0.5)",
         "sampling.top_k (was None, is 9)",
         "sampling.max_new_tokens (was 24, is 25)",

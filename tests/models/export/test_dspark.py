@@ -308,13 +308,6 @@ def test_a_published_drafter_loads_without_its_confidence_head(qwen3, make_draft
     assert not [name for name in safetensors.torch.load_file(tmp_path / "b" / "model.safetensors") if "confidence" in name]
 
 
-def test_a_confidence_head_of_another_width_is_an_error(qwen3, make_drafter, tmp_path):
-    export(tmp_path / "a", qwen3, make_drafter)
-    as_published(tmp_path / "a", {"confidence_head.proj.weight": torch.ones(1, H + RANK)})
-    with pytest.raises(ValueError, match=rf"confidence_head.proj.weight is \(1, {H + RANK}\), not \(1, {H}\)"):
-        import_drafter(tmp_path / "a", qwen3)
-
-
 def test_the_section_of_specforge_is_read_like_keys_at_the_top(qwen3, make_drafter, tmp_path):
     drafter = export(tmp_path / "a", qwen3, make_drafter)
     moved = {"mask_token_id": MASK, "target_layer_ids": [-1, 2, 4], "markov_rank": RANK, "markov_head_type": "vanilla"}
@@ -343,8 +336,6 @@ def test_outputs_in_another_order_than_the_targets_tokens_are_sorted(qwen3, make
 HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"block_size": 0}, r"block_size 0 \(it must be a number of at least 1\)"),
     ({"block_size": 10**9}, r"config\.json describes no drafter of the kind block: .*block 1000000000"),
-    ({"block_size": None}, "block_size None"),
-    ({"markov_rank": 0}, r"markov_rank 0 \(it must be a number of at least 1\)"),
     ({"markov_rank": 10**15}, "markov_rank 1000000000000000"),
     ({"markov_rank": RANK + 1}, r"markov_w1.weight is \(300, 6\), not \(300, 7\)"),
     ({"mask_token_id": V}, "mask_token_id is 300; the target has 300 tokens"),
@@ -363,7 +354,6 @@ def test_an_unsupported_configuration_is_an_error_before_weights_are_read(format
     more = [
         ({layer_key: []}, rf"{layer_key} \[\] \(it must be a list of ascending numbers of at least"),
         ({layer_key: [3, 1, 2]}, rf"{layer_key} \[3, 1, 2\]"),
-        ({layer_key: [1, 1]}, rf"{layer_key} \[1, 1\]"),
         ({layer_key: [-2, 1, 2]}, rf"{layer_key} \[-2, 1, 2\]"),
         ({layer_key: [1, 2, 7]}, "the target has the layers 0 to 6"),
     ]
@@ -383,8 +373,6 @@ def test_an_unsupported_configuration_is_an_error_before_weights_are_read(format
         ({"num_hidden_layers": 0}, "has num_hidden_layers 0"),
         ({"num_hidden_layers": 10**9}, "has num_hidden_layers 1000000000"),
         ({"num_hidden_layers": 3}, "it has layer_types"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "it has layer_types"),
-        ({"attention_bias": True}, "it has attention_bias True"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2}, "must be a multiple of the second"),
     ],
 )
@@ -401,7 +389,6 @@ def test_layers_that_drafters_here_do_not_have_are_an_error(change, message, qwe
         ({"sample_from_anchor": None}, "no sample_from_anchor .the library takes true then, and vLLM false"),
         ({"speculators_model_type": "dflash"}, r"speculators_model_type 'dflash' \(only dspark is read\)"),
         ({"transformer_layer_config": None}, "no transformer_layer_config"),
-        ({"transformer_layer_config": {**LAYERS_CONFIG, "attention_bias": True}}, "it has attention_bias True"),
         ({"speculators_config": {"algorithm": "dflash"}}, "speculators_config.algorithm 'dflash'"),
         ({"target_hidden_size": 64}, "target_hidden_size 64"),
     ],

@@ -315,7 +315,6 @@ def test_tensors_that_contradict_the_target_or_each_other_are_an_error(llama, tm
         ({"norm_before_residual": True}, "norm_before_residual True"),
         ({"fc_norm": True}, "missing fc_norm.0.weight; missing fc_norm.1.weight; missing fc_norm.2.weight"),
         ({"norm_before_fc": True}, "missing input_norm.weight"),
-        ({"norm_output": 1}, "has norm_output 1; it must be true or false"),
         ({"draft_vocab_size": 301}, "draft_vocab_size 301; it must be from 1 to the target's 300"),
         ({"draft_vocab_size": 39}, r"d2t is \(40,\), not \(39,\); lm_head.weight is \(40, 32\)"),
         (
@@ -336,10 +335,8 @@ def test_tensors_that_contradict_the_target_or_each_other_are_an_error(llama, tm
             "different rope_parameters and rope_scaling",
         ),
         ({"num_attention_heads": None}, "no num_attention_heads"),
-        ({"hidden_act": ["silu"]}, r"hidden_act \['silu'\]"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}}, "option feature_layers"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "last hidden state only"),
-        ({"eagle_config": ["x"]}, "has eagle_config"),
         ({"eagle_config": {"stray": 1}}, "has eagle_config"),
         ({"rms_norm_eps": float("nan")}, "it has rms_norm_eps nan"),
         ({"hidden_act": "exec"}, "it has hidden_act .exec."),
@@ -348,10 +345,7 @@ def test_tensors_that_contradict_the_target_or_each_other_are_an_error(llama, tm
         ({"fc_norm": True, "norm_before_fc": True}, "fc_norm and norm_before_fc are both true"),
         ({"attention_bias": True}, "describes a drafter that isn't supported: it has attention_bias True"),
         ({"use_sliding_window": True, "sliding_window": 16}, "sliding_window 16, use_sliding_window True"),
-        ({"sliding_window": 16}, "it has sliding_window 16"),
         ({"eagle_config": {**OPTIMIZER_NESTED, "parallel_draft_step": 4}}, "has parallel_draft_step 4"),
-        ({"eagle_config": {**OPTIMIZER_NESTED, "use_last_layernorm": False}}, "has use_last_layernorm False"),
-        ({"eagle_config": {**OPTIMIZER_NESTED, "use_mtp_layernorm": True}}, "has use_mtp_layernorm True"),
     ],
 )
 def test_an_unsupported_configuration_is_an_error_before_weights_are_read(change, message, llama, tmp_path, monkeypatch):

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.distill.config import DistillConfig
 from outrider.distill.regenerate.engine import Limits, Request
 from outrider.distill.regenerate.engines import batch as module
 from outrider.distill.regenerate.engines.batch import BatchEngine, kv_bytes_per_token
 from outrider.distill.regenerate.engines.decoder import DecoderEngine
+from outrider.distill.regenerate.engines.registry import open_engine
 from outrider.distill.regenerate.lengths.predictors import LightPredictor
 from outrider.distill.regenerate.lengths.schedule import Decoded, Waiting
 from outrider.models.decoding import Sampling
@@ -46,7 +48,7 @@ def make_engine(target: HFTarget, sampling: Sampling, limits: Limits, *, tokens:
         target,
         sampling=sampling,
         limits=limits,
-        kv_budget_bytes=tokens * kv_bytes_per_token(target),
+        budget_tokens=tokens,
     )
 
 
@@ -136,12 +138,16 @@ def test_a_call_without_requests_returns_no_answers(target: HFTarget, limits: Li
     assert list(make_engine(target, SAMPLINGS[0], limits).answer([])) == []
 
 
-def test_requests_without_room_are_refused_before_any_work(target: HFTarget, requests: list[Request], limits: Limits) -> None:
-    with pytest.raises(ValueError, match="holds 59 tokens, and a request may take 60"):
-        list(make_engine(target, SAMPLINGS[0], limits, tokens=59).answer(requests))
-    too_long = Request(id="long", prompt_ids=torch.full((60,), 5), seed=0)
-    with pytest.raises(ValueError, match="request long has a prompt of 60 tokens"):
-        list(make_engine(target, SAMPLINGS[0], limits).answer([too_long]))
+def test_a_budget_below_the_longest_text_is_refused_before_any_work(target: HFTarget, limits: Limits) -> None:
+    gib = (limits.max_tokens - 0.5) * kv_bytes_per_token(target) / 2**30
+    config = DistillConfig(engine="batch", kv_budget_gib=gib)
+    with (
+        pytest.raises(
+            ValueError, match=f"of {limits.max_tokens - 1} tokens, and a text may have {limits.max_tokens} .*raise it"
+        ),
+        open_engine(config, target, limits),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("hole_is_in_prompt", [True, False])

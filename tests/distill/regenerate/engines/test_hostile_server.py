@@ -2,10 +2,8 @@
 
 import gzip
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -18,48 +16,25 @@ from outrider.distill.regenerate.engines import openai
 from outrider.distill.regenerate.engines.registry import open_engine
 from outrider.models.llm.hf_target import HFTarget
 
+from ...completions import Attack, Handler, Server, running
+
 MOST_SECONDS = 20.0
 GOOD = {"finish_reason": "stop", "token_ids": [5, 6, 3], "stop_reason": 3}
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Handler that gives each request to the server's attack on its path."""
-
-    server: Any
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        self.server.models(self)
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.num_asked += 1
-        self.server.completions(self)
-
-    def send(self, body: bytes, status: int = 200, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        self.wfile.write(body)
-
-
-def sends(value: Any, status: int = 200, **headers: str) -> Callable[[Handler], None]:
+def sends(value: Any, status: int = 200, **headers: str) -> Attack:
     body = value if isinstance(value, bytes) else json.dumps(value).encode()
-    return lambda handler: handler.send(body, status, **headers)
+    return lambda handler: handler.reply(status, {name.replace("_", "-"): text for name, text in headers.items()}, body)
 
 
-def endless(part: bytes, pause_seconds: float) -> Callable[[Handler], None]:
+def endless(part: bytes, pause_seconds: float) -> Attack:
     """Return an attack that sends a part again and again."""
 
     def attack(handler: Handler) -> None:
         handler.send_response(200)
         handler.end_headers()
         handler.close_connection = True
-        while not handler.server.ends.wait(pause_seconds):
+        while not handler.server.woken.wait(pause_seconds):
             handler.wfile.write(part)
             handler.wfile.flush()
 
@@ -68,43 +43,23 @@ def endless(part: bytes, pause_seconds: float) -> Callable[[Handler], None]:
 
 def cut(handler: Handler) -> None:
     """Close the connection in the middle of a reply."""
-    handler.send(b'{"choices": [', Content_Length="1000")
+    handler.reply(200, {"Content-Length": "1000"}, b'{"choices": [')
     handler.close_connection = True
 
 
-class HostileServer(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.models = sends({"data": [{"id": "tiny"}]})
-        self.completions = sends({"choices": [GOOD]})
-        self.num_asked = 0
-        self.ends = threading.Event()
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-    def handle_error(self, *args: Any) -> None:
-        pass  # the client closes connections
-
-
 @pytest.fixture
-def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileServer]:
+def hostile(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.delenv(openai.KEY_VARIABLE, raising=False)
     monkeypatch.setattr(openai, "MAX_RETRIES", 1)
     monkeypatch.setattr(openai, "ANSWER_SECONDS", 0.8)
     monkeypatch.setattr(openai, "LIST_SECONDS", 0.4)
     monkeypatch.setattr(openai, "MOST_REPLY_BYTES", 100_000)
-    with HostileServer() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with running(Server(target)) as server:
         yield server
-        server.ends.set()
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture
-def ask(hostile: HostileServer, target: HFTarget, limits: Limits, requests: list[Request]) -> Callable[[], list[list[int]]]:
+def ask(hostile: Server, target: HFTarget, limits: Limits, requests: list[Request]) -> Callable[[], list[list[int]]]:
     """Return a function that asks for two answers, which must end soon."""
 
     def ask() -> list[list[int]]:
@@ -154,10 +109,10 @@ COMPLETIONS = {
 
 @pytest.mark.parametrize("name", COMPLETIONS)
 def test_a_hostile_completion_is_one_clear_error_in_bounded_time(ask, hostile, name):
-    hostile.completions, error, message = COMPLETIONS[name]
+    hostile.attack, error, message = COMPLETIONS[name]
     with pytest.raises(error, match=message) as caught:
         ask()
-    assert hostile.num_asked > 0
+    assert hostile.bodies
     assert len(str(caught.value)) < 1000
     assert str(caught.value).isprintable()
 
@@ -171,9 +126,9 @@ def test_a_hostile_completion_is_one_clear_error_in_bounded_time(ask, hostile, n
     ],
 )
 def test_a_hostile_list_of_models_is_one_clear_error_in_bounded_time(ask, hostile, models, error, message):
-    hostile.models = models
+    hostile.attack_on_models = models
     with pytest.raises(error, match=message) as caught:
         ask()
-    assert hostile.num_asked == 0
+    assert not hostile.bodies
     assert len(str(caught.value)) < 1000
     assert str(caught.value).isprintable()

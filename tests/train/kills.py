@@ -1,10 +1,11 @@
-"""Script of test_sharded_kills.py that kills trainings of two sharded processes, and resumes them.
+"""Script of test_resume.py that kills trainings at given moments, and resumes them.
 
-python sharded_kills.py TARGET SHARDS OUTPUT 'JSON of TrainConfig' 'JSON of the drafter' WAY
+python kills.py TARGET SHARDS OUTPUT 'JSON of TrainConfig' 'JSON of the drafter' WAY
 
-WAY is zero2, zero3 or fsdp2. The processes are forked from one with all slow imports. When one is
-killed, the other one is killed too, as a launcher does. The script prints a JSON object: for each
-moment, the step of the last checkpoint after the kill.
+WAY is `one` (process), or zero2, zero3 or fsdp2 for two sharded processes. The processes are forked
+from one with all slow imports. When one is killed, the other one is killed too, as a launcher does.
+The script prints a JSON object: for each moment, the step of the last checkpoint after the kill, and
+the number of losses of the resumed run's first process.
 """
 
 import gc
@@ -25,15 +26,16 @@ from outrider.models.drafters import DRAFTERS, parse_drafter
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
 from outrider.train import checkpoint as checkpoint_module
-from outrider.train.checkpoint import latest_checkpoint
+from outrider.train import results as results_module
+from outrider.train import run as run_module
+from outrider.train.checkpoint import Checkpoints, latest_checkpoint
 from outrider.train.config import TrainConfig
 from outrider.train.processes import make_accelerator
-from outrider.train.run import train
 
 TARGET, SHARDS, OUTPUT = map(Path, sys.argv[1:4])
 CONFIG, DRAFTER = TrainConfig(**json.loads(sys.argv[4])), json.loads(sys.argv[5])
 WAY = sys.argv[6]
-PROCESSES = 2
+PROCESSES = 1 if WAY == "one" else 2
 LAUNCHER_SECONDS = 0.1
 """Time until the launcher kills the other process."""
 DEEPSPEED = {
@@ -44,8 +46,19 @@ DEEPSPEED = {
     "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
     "ACCELERATE_MIXED_PRECISION": "no",
 }
-# The moments, with the process that is killed first.
-MOMENTS: dict[str, tuple[int, Callable[[], None]]] = {
+# All moments at which a kill may leave incomplete files, with the process that is killed first.
+OF_ONE: dict[str, tuple[int, Callable[[], None]]] = {
+    "before the first checkpoint": (0, lambda: kill_on_call(DropoutDrafter, "loss", 1)),
+    "in the middle of a step": (0, lambda: kill_on_call(DropoutDrafter, "loss", 6)),
+    "between a record and its checkpoint": (0, lambda: kill_on_call(Checkpoints, "save", 3)),
+    "in a half-written checkpoint": (0, lambda: kill_on_call(torch, "save", 3)),
+    "before a checkpoint gets its name": (0, lambda: kill_on_call(os, "replace", 4)),
+    "before old checkpoints are removed": (0, lambda: kill_on_call(checkpoint_module, "complete_checkpoints", 6)),
+    "after the last step": (0, lambda: kill_on_call(run_module, "save_results", 1)),
+    "with half a drafter": (0, lambda: kill_on_call(results_module, "save_drafter", 1, after=True)),
+    "before the summary": (0, lambda: kill_on_call(results_module, "write_json", 1)),
+}
+OF_TWO: dict[str, tuple[int, Callable[[], None]]] = {
     "before the first checkpoint": (1, lambda: kill_on_call(DropoutDrafter, "loss", 2)),
     "in the middle of a step": (1, lambda: kill_on_call(DropoutDrafter, "loss", 4)),
     "before a process writes its part": (1, lambda: kill_on_call(Accelerator, "save_state", 2)),
@@ -59,15 +72,18 @@ def start(target: Any, name: str, prepare: Callable[[], None] = lambda: None, ki
     """Start the processes of a run, one of which prepares its own end."""
 
     def work() -> None:
-        if int(os.environ["RANK"]) == killed:
+        rank = int(os.environ.get("RANK", "0"))
+        if rank == killed:
             prepare()
-        if WAY == "fsdp2":
-            accelerator = with_fsdp2(make_accelerator())
-        else:
+        if WAY.startswith("zero"):
             os.environ.update(DEEPSPEED)
-            accelerator = make_accelerator()
+        accelerator = Accelerator(cpu=True) if WAY == "one" else make_accelerator()
+        if WAY == "fsdp2":
+            accelerator = with_fsdp2(accelerator)
         folder = OUTPUT / name
-        train(CONFIG, parse_drafter(DRAFTER), target, SHARDS, folder / "train", folder / "drafter", accelerator)
+        run_module.train(CONFIG, parse_drafter(DRAFTER), target, SHARDS, folder / "train", folder / "drafter", accelerator)
+        if rank == 0:
+            (OUTPUT / f"{name}.losses").write_text(str(DropoutDrafter.calls))
 
     return fork(PROCESSES, work)
 
@@ -76,22 +92,24 @@ def main() -> None:
     torch.set_num_threads(1)  # a fork would lose a pool of threads
     DRAFTERS["dropout"] = DropoutDrafter
     target = load_target(TargetConfig(name_or_path=str(TARGET), dtype="float32"), torch.device("cpu"))
-    if WAY != "fsdp2":
+    if WAY.startswith("zero"):
         import deepspeed  # noqa: F401 - once, before processes are forked
     gc.freeze()  # garbage collection in children skips the objects of imports
     assert ends(start(target, "unbroken")) == [0] * PROCESSES
     report = {}
-    for name, (killed, prepare) in MOMENTS.items():
+    for name, (killed, prepare) in (OF_ONE if WAY == "one" else OF_TWO).items():
         pids = start(target, name, prepare, killed)
         status = os.waitstatus_to_exitcode(os.waitpid(pids.pop(killed), 0)[1])
         assert status == -signal.SIGKILL, f"{name}: the moment never came, exit code {status}"
-        time.sleep(LAUNCHER_SECONDS)
+        if pids:
+            time.sleep(LAUNCHER_SECONDS)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         ends(pids)
         last = latest_checkpoint(OUTPUT / name / "train" / "checkpoints")
         assert ends(start(target, name)) == [0] * PROCESSES, name
-        report[name] = int(last.name.removeprefix("step-")) if last else 0
+        losses = int((OUTPUT / f"{name}.losses").read_text())
+        report[name] = {"checkpoint": int(last.name.removeprefix("step-")) if last else 0, "losses": losses}
     sys.stdout.write("\n" + json.dumps(report))
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.distill import plan
-from outrider.distill.plan import Behind
+from outrider.data import behind as module
+from outrider.data.behind import Behind
 
 
 def test_one_piece_runs_at_a_time_and_in_order() -> None:
@@ -62,7 +62,7 @@ def test_an_error_is_logged_if_the_caller_is_interrupted_while_it_waits(caplog, 
     def interrupted(futures: list[object]) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plan, "wait", interrupted)
+    monkeypatch.setattr(module, "wait", interrupted)
     with caplog.at_level(logging.ERROR), pytest.raises(KeyboardInterrupt):
         run_pieces(fail, fail)
     assert "the disk is full" in caplog.text
