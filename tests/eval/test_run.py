@@ -505,7 +505,6 @@ def shown_everywhere(folder: Path) -> None:
         "redrafter_beam_width=1.jsonl",
     ]
     assert (folder / "mt_bench-b2.png").stat().st_size > 0
-    assert (folder / "mt_bench-b2-comparison.png").stat().st_size > 0
     page = write_report([folder], folder / "report").read_text()
     assert page.count(">OOM<") > 2
     assert "OOM: memory ran out" in page
