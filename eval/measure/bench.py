@@ -288,7 +288,7 @@ def record_of(
         truncated=answer.token_ids[-1] not in stop_ids,
         accepted_by=count_by_source(answer.accepted_origins, job.method.sources, answer.num_accepted),
         pace=job.method.pace,
-        # 3. The times of the whole batch, and details that only profiled answers have.
+        # 3. The times of the whole batch; only profiled answers have phases.
         prefill_seconds=generation.prefill_seconds,
         decode_seconds=generation.decode_seconds,
         # The processes of a target's stages have processor seconds of their own.
@@ -296,6 +296,5 @@ def record_of(
         streaming=generation.streaming,
         runs=generation.runs,
         phase_seconds=generation.phase_seconds if job.profiled else None,
-        tree_tokens=answer.tree_tokens if job.profiled else None,
         **common,
     )

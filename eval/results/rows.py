@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 from typing_extensions import TypedDict  # pydantic can't read typing's before Python 3.12
 
@@ -55,6 +55,9 @@ class Conditions(TypedDict):
 
 class Row(Conditions, Figures):
     """Results of a method on a suite at a temperature and a batch size."""
+
+    tree_tokens: NotRequired[Any]
+    """Percentiles that earlier versions computed; nothing reads them."""
 
 
 def build_rows(records: Sequence[EvalRecord], mismatches: Sequence[Mismatch], info: RunInfo, facts: Facts) -> list[Row]:

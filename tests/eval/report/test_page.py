@@ -15,7 +15,7 @@ import pytest
 from outrider.data.files import write_json
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.records.names import setting_words
-from outrider.eval.records.records import EvalRecord, TreeTokens
+from outrider.eval.records.records import EvalRecord
 from outrider.eval.records.run_files import RECORDED_OPTIONS, Audit, RunInfo, write_info
 from outrider.eval.report.page import write_report
 from outrider.eval.report.page_tables import Value, column
@@ -120,8 +120,7 @@ def two_answers(
             }
             drafted["token_ids"] = [0, 1, 2, 3, 9 if method in wrong else 4]
             phases = PhaseSeconds(draft=0.25, verify=0.25, accept=0.1)
-            trees = TreeTokens(separate=[12, 12], shared=[6, 8], read=[6, 8])
-            counts: Changes = {"phase_seconds": phases, "tree_tokens": trees, **profiled}
+            counts: Changes = {"phase_seconds": phases, **profiled}
             records += [
                 make_record(**drafted, prefill_seconds=0.25, decode_seconds=0.25),
                 make_record(**{**drafted, **counts}),
