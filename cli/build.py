@@ -5,7 +5,7 @@ This module doesn't import torch.
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from textwrap import TextWrapper
 from typing import Any, TypeVar, get_type_hints
@@ -13,22 +13,20 @@ from typing import Any, TypeVar, get_type_hints
 from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
 from ..data.fields import OPTIONS, problems_of
-from ..data.paths import NamedPath, expand_home, require_paths
+from ..data.paths import expand_home, require_paths
 from .command_line import CommandLine, read_command_line
 from .describe import sections_of
-from .inputs import command_paths, no_paths
+from .inputs import local_paths
 
 T = TypeVar("T")
-PathsOf = Callable[[Mapping[str, Any]], Iterable[NamedPath]]
-"""A function that yields the local files and folders in a configuration's values."""
 
 
-def build(cls: type[T], values: Mapping[str, Any], paths_of: PathsOf, problems: Sequence[str] = ()) -> T:
+def build(cls: type[T], values: Mapping[str, Any], problems: Sequence[str] = ()) -> T:
     """Return the configuration that these values make.
 
     Raises one ValueError with `problems`, with all unknown keys, wrong and missing values, and with all
-    missing files of `paths_of`. What depends on several sections is checked after that: it may load
-    torch.
+    missing files, unless NAMES_FILES of the class is false: its options have other meanings. What
+    depends on several sections is checked after that: it may load torch.
     """
     described: type = cls  # for mypy, a type[T] has no hash
     values = expand_home({name: {} for name in sections_of(described) if name} | dict(values))
@@ -36,7 +34,7 @@ def build(cls: type[T], values: Mapping[str, Any], paths_of: PathsOf, problems: 
     report = [*problems, *field_problems(described, values)]
     messages = [problem_report(report)] if report else []
     try:
-        require_paths(paths_of(values))
+        require_paths(local_paths(values) if getattr(cls, "NAMES_FILES", True) else ())
     except ValueError as error:
         messages.append(str(error))
     if messages:
@@ -111,8 +109,7 @@ def build_options(cls: type[T], arguments: Sequence[str]) -> tuple[T, CommandLin
     """Return a command's configuration, and its arguments as they were read.
 
     A class names its options that need no name in POSITIONAL (a list takes all further words), and
-    its own defaults of its sections' options in DEFAULTS. NAMES_FILES is false for a class
-    whose options have other meanings.
+    its own defaults of its sections' options in DEFAULTS.
     """
     # 1. Read the arguments. Words are the options of POSITIONAL.
     described: type = cls  # for mypy, a type[T] has no hash
@@ -128,8 +125,7 @@ def build_options(cls: type[T], arguments: Sequence[str]) -> tuple[T, CommandLin
 
     # 2. Build the configuration.
     values = merged(getattr(cls, "DEFAULTS", {}), line.nested())
-    paths_of = command_paths if getattr(cls, "NAMES_FILES", True) else no_paths
-    return build(cls, values, paths_of, line.problems), line
+    return build(cls, values, line.problems), line
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from .config import RunConfig, RunOptions
 from .describe import GROUPS, choices, chosen_by, kind_of_choice, run_sections, sections_of
 from .errors import user_errors
 from .help import command_help
-from .inputs import recipe_paths
 from .launch import launch, require_stages
 
 SUFFIXES = (".yaml", ".yml")
@@ -99,7 +98,7 @@ class Composed:
 
     def config(self) -> RunConfig:
         """Return the configuration. Raises one ValueError with all problems, each under its option's full name."""
-        return build(RunConfig, self.values, recipe_paths, self.mistakes or self.missing())
+        return build(RunConfig, self.values, self.mistakes or self.missing())
 
     def require_options(self) -> None:
         """Raise the ValueError of `config` without what needs torch, or files of this machine."""
@@ -297,8 +296,3 @@ def _near_files(path: Path) -> Iterator[Path]:
     files = {file.name: file for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}")} if path.parent.is_dir() else {}
     for name in get_close_matches(path.name, list(files), 1, 0.8):
         yield files[name]
-
-
-def register() -> None:
-    """Make the `${demo_target:}` resolver known to OmegaConf."""
-    OmegaConf.register_new_resolver("demo_target", lambda: str(DEMO_TARGET), replace=True)
