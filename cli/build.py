@@ -49,17 +49,8 @@ def build(cls: type[T], values: Mapping[str, Any], problems: Sequence[str] = ())
 
 def field_problems(cls: type, values: Mapping[str, Any]) -> list[str]:
     """Return a line for each unknown key, and each wrong or missing value, of a configuration's fields."""
-    return _problems(cls, _fields_of(cls), values)
-
-
-def partial_problems(cls: type, values: Mapping[str, Any]) -> list[str]:
-    """Return a line for each unknown key and each wrong value in a part of a configuration's values."""
-    return _problems(cls, _parts_of(cls), values)
-
-
-def _problems(cls: type, model: type[BaseModel], values: Mapping[str, Any]) -> list[str]:
     try:
-        model.model_validate_json(_json(values))
+        _fields_of(cls).model_validate_json(_json(values), context=values.get("drafter"))
     except ValidationError as error:
         return problems_of(error, known=_names(cls))
     return []
@@ -67,18 +58,6 @@ def _problems(cls: type, model: type[BaseModel], values: Mapping[str, Any]) -> l
 
 def _json(values: Mapping[str, Any]) -> str:
     return json.dumps(values, default=str)  # YAML has types that JSON lacks
-
-
-@cache
-def _parts_of(cls: type) -> type[BaseModel]:
-    """Return a model with the fields of a configuration and its sections, which may all be missing."""
-    hints: dict[str, Any] = get_type_hints(cls, include_extras=True)
-    parts: dict[str, Any] = {}
-    for name, hint in hints.items():
-        section: Any = hint  # mypy takes it for an instance after the check
-        parts[name] = _parts_of(section) if dataclasses.is_dataclass(hint) else hint
-    definitions: Any = {field.name: (parts[field.name], None) for field in dataclasses.fields(cls)}
-    return create_model(cls.__name__, __config__=OPTIONS, **definitions)
 
 
 @cache

@@ -336,14 +336,6 @@ def chosen_by(recipe: str) -> dict[str, str]:
     return chosen
 
 
-def kind_of_choice(name: str) -> str | None:
-    """Return the kind of a packaged drafter, or of the one that it builds on; None for a trained drafter."""
-    content = _content(choices("drafter")[name].path)
-    below = [entry.partition("@")[0] for entry in content.get("defaults", []) if entry != "_self_"]
-    kind: str | None = content.get("kind") or next(map(kind_of_choice, below), None)
-    return kind
-
-
 def _content(path: Path) -> dict[str, Any]:
     content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return content
