@@ -17,7 +17,7 @@ from ..records.names import BASELINE, FACTS_FILE, SUMMARY_FILE
 from ..results.markdown import Markdown
 from ..results.notes import NOISY_NOTE, PACE_NOTE, stages_notes
 from ..results.rows import Row, decoding_name, depends_on_clock, fault, is_broken, is_lossy
-from ..results.tables import markdown_table
+from ..results.tables import cells, markdown_table
 from .card_options import require_plain_options
 from .runs import Run, cell_of, read_run
 
@@ -84,29 +84,17 @@ def _line(row: Row, run: Run) -> dict[str, str]:
     (plain,) = [
         other for other in run.rows if other["method"] == BASELINE and cell_of(other)[:-1] == cell_of(row)[:-1]
     ]  # every group of rows has one
+    texts = cells(row)
     return {
         "Prompts": f"{row['suite']} ({row['num_prompts']})",
         "Decoding": decoding_name(row),
         "Method": row["label"],
-        "Tokens per step": _with_interval(row["tokens_per_step"], row["tokens_per_step_ci95"]),
-        "Speedup": _speedup(row),
-        "Median (faster on)": _median(row),
-        "Tokens/s (plain)": f"{row['tokens_per_second']:.1f} ({plain['tokens_per_second']:.1f})",
-        "Identical": row["lossless_label"],
+        "Tokens per step": texts["Tok/step"],
+        "Speedup": f"none: {fault(row)}" if is_broken(row) else texts["Speedup [95 %]"],
+        "Median (faster on)": f"{texts['Median']} ({texts['Faster on']})" if row["num_compared"] else "-",
+        "Tokens/s (plain)": f"{texts['Tok/s']} ({cells(plain)['Tok/s']})",
+        "Identical": texts["Identical"],
     }
-
-
-def _speedup(row: Row) -> str:
-    if is_broken(row):
-        return f"none: {fault(row)}"
-    return _with_interval(row["speedup"], row["speedup_ci95"], "x") + ", noisy" * row["noisy"]
-
-
-def _median(row: Row) -> str:
-    compared, median = row["num_compared"], row["median_speedup"]
-    if median is None or is_broken(row):
-        return "-"
-    return f"{median:.2f}x ({row['num_faster']} of {compared})"
 
 
 def hub_results(row: Row) -> list[EvalResult]:
@@ -133,12 +121,6 @@ def hub_results(row: Row) -> list[EvalResult]:
         for name, title in figures.items()
         if values[name] is not None and not (name == "speedup" and row["noisy"])
     ]
-
-
-def _with_interval(value: float | None, interval: Sequence[float] | None, unit: str = "") -> str:
-    if value is None:
-        return "unknown"
-    return f"{value:.2f}{unit}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
 
 
 # --- the fastest call

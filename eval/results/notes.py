@@ -23,6 +23,7 @@ from .rows import (
     loop_share,
     num_units,
     row_name,
+    speedup_text,
     units,
 )
 
@@ -89,7 +90,7 @@ def _trained_part(rows: Sequence[Row]) -> str:
     if not pairs:
         return ""
     row, other, trained, rest = max(pairs, key=lambda pair: (pair[0]["speedup"] or 0.0, len(pair[3])))
-    return f" What {trained} adds to {rest}: {_speed(row)} with it, {_speed(other)} without it."
+    return f" What {trained} adds to {rest}: {speedup_text(row)} with it, {speedup_text(other)} without it."
 
 
 def includes_one(row: Row) -> bool:
@@ -104,17 +105,11 @@ def _verdict(row: Row) -> str:
     drafter, separator, setting = row["label"].partition(", ")
     name = f"{drafter} ({setting})" if separator and "(" not in row["label"] else row["label"]
     # 2. The speedup, and whether it differs from plain decoding's.
-    speed = _speed(row)
+    speed = speedup_text(row) + " without interval" * (row["speedup_ci95"] is None)
     doubt = f", {NOT_DISTINGUISHABLE}" if includes_one(row) else ""
     if (row["speedup"] or 0.0) > 1:
         return f"Fastest: {speed} by {name}{doubt}"
     return f"Not faster than plain decoding: {speed} by {name} at best{doubt}"
-
-
-def _speed(row: Row) -> str:
-    """Describe the speedup and its interval."""
-    interval = "without interval" if row["speedup_ci95"] is None else "[{:.2f}, {:.2f}]".format(*row["speedup_ci95"])
-    return f"{row['speedup']:.2f}x {interval}" + ", noisy" * row["noisy"]
 
 
 def _by_unit(row: Row) -> str:

@@ -130,6 +130,12 @@ def decoding_name(row: Row) -> str:
     return name if row["batch_size"] == 1 else f"{name}, batch size {row['batch_size']}"
 
 
+def speedup_text(row: Row) -> str:
+    """Describe a row's speedup with its interval, and whether it is noisy."""
+    interval = "" if row["speedup_ci95"] is None else " [{:.2f}, {:.2f}]".format(*row["speedup_ci95"])
+    return f"{row['speedup']:.2f}x{interval}" + ", noisy" * row["noisy"]
+
+
 def is_broken(row: Row) -> bool:
     """Check whether a method that should be lossless gave an unexplained answer."""
     return row["speedup"] is None and not row["out_of_memory"]
