@@ -99,7 +99,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class OptionChoice:
-    """One choice of a group (drafter=eagle3), or a launch file."""
+    """One choice of a group (drafter=eagle3), such as a recipe (conf=demo), or a launch file."""
 
     group: str
     name: str
@@ -111,22 +111,6 @@ class OptionChoice:
     def summary(self) -> str:
         """The comment's first sentence."""
         return re.split(r"(?<=\.)\s", " ".join(self.meaning.split()), maxsplit=1)[0]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """One recipe of conf/conf/, with the choices that it makes."""
-
-    name: str
-    summary: str
-    """First sentence of the comment at the head of its file."""
-    comment: str
-    """The whole comment, line by line."""
-    target: str
-    data: str
-    drafter: str
-    eval: str
-    path: Path
 
 
 # --- options
@@ -306,22 +290,6 @@ def choices(group: str) -> dict[str, OptionChoice]:
         path.stem: OptionChoice(group=group, name=path.stem, meaning=_head_comment(path), path=path)
         for path in sorted((CONF / group).glob("*.yaml"))
     }
-
-
-@cache
-def recipes() -> dict[str, Recipe]:
-    """Describe the recipes that ship with outrider, by name."""
-    described = {}
-    for name, choice in choices("conf").items():
-        chosen = chosen_by(name)
-        described[name] = Recipe(
-            name=name,
-            summary=choice.summary,
-            comment=choice.meaning,
-            **chosen,
-            path=choice.path,
-        )
-    return described
 
 
 @cache
