@@ -156,7 +156,7 @@ def _options(cls: type, prefix: str) -> Iterator[Option]:
     """Yield a class's options. A list's fields come after the list."""
     hints, meanings = typing.get_type_hints(cls, include_extras=True), field_docstrings(cls)
     at_run_time: frozenset[str] = getattr(cls, "RUNTIME_FIELDS", frozenset())
-    for field in fields(cls):
+    for field in sorted(fields(cls), key=lambda field: field.name not in cls.__annotations__):  # those of bases come last
         hint = hints[field.name]
         if is_dataclass(hint):
             continue  # a section
