@@ -10,7 +10,7 @@ from typing import Any
 
 from ..records.names import OOM
 from ..results.notes import PACE_NOTE, measured_notes, problems
-from ..results.rows import depends_on_clock, fault, is_broken, is_lossy, is_wrong, method_name, units
+from ..results.rows import depends_on_clock, fault, is_broken, is_lossy, is_wrong, units
 from .page_tables import Line, PageTable, TableColumn, Value, column, number, table
 from .runs import Group, RunEntry, decoding
 
@@ -148,7 +148,7 @@ def categories(group: Group) -> list[PageTable]:
                     for name in names
                 ]
                 scale = column("", "heat", [value for line in lines for value in line.values], parity)
-                columns = [replace(scale, name=method_name(entry.row)) for entry in shown]
+                columns = [replace(scale, name=entry.row["label"]) for entry in shown]
                 tables.append(table(f"{caption}: {quantity}{part}", "Category", columns, lines))
     return tables
 

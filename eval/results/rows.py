@@ -119,11 +119,6 @@ def row_name(row: Row) -> str:
     return f"{row['label']} on {row['suite']} ({decoding_name(row)})"
 
 
-def method_name(row: Row) -> str:
-    """Return the label of the row's method."""
-    return row["label"]
-
-
 def decoding_name(row: Row) -> str:
     """Describe how the row's answers were decoded: temperature and batch size."""
     name = f"temperature {row['temperature']:g}" if row["temperature"] > 0 else "greedy"
@@ -173,11 +168,6 @@ def is_lossy(row: Row) -> bool:
 def units(row: Row) -> str:
     """Name the units of the row's intervals: prompts, or batches of prompts."""
     return "prompts" if row["batch_size"] == 1 else "batches"
-
-
-def num_units(row: Row) -> int:
-    """Return the number of prompts, or batches of prompts, that the row's intervals are over."""
-    return row["num_batches"] or row["num_prompts"]
 
 
 def depends_on_clock(row: Row) -> bool:
