@@ -51,13 +51,12 @@ class Conditions(TypedDict):
     """Number of layers of each of the target's stages; None for a target in one process."""
     pipelined: bool
     """Whether the drafter drafts while the stages of the target read."""
+    tree_tokens: NotRequired[Any]
+    """Percentiles that earlier versions computed; nothing reads them."""
 
 
 class Row(Conditions, Figures):
     """Results of a method on a suite at a temperature and a batch size."""
-
-    tree_tokens: NotRequired[Any]
-    """Percentiles that earlier versions computed; nothing reads them."""
 
 
 def build_rows(records: Sequence[EvalRecord], mismatches: Sequence[Mismatch], info: RunInfo, facts: Facts) -> list[Row]:
