@@ -5,7 +5,7 @@ This module doesn't import torch.
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from textwrap import TextWrapper
 from typing import Any, TypeVar, get_type_hints
@@ -13,22 +13,20 @@ from typing import Any, TypeVar, get_type_hints
 from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
 from ..data.fields import OPTIONS, problems_of
-from ..data.paths import NamedPath, expand_home, require_paths
+from ..data.paths import expand_home, require_paths
 from .command_line import CommandLine, read_command_line
 from .describe import sections_of
-from .inputs import command_paths, no_paths
+from .inputs import local_paths
 
 T = TypeVar("T")
-PathsOf = Callable[[Mapping[str, Any]], Iterable[NamedPath]]
-"""A function that yields the local files and folders in a configuration's values."""
 
 
-def build(cls: type[T], values: Mapping[str, Any], paths_of: PathsOf, problems: Sequence[str] = ()) -> T:
+def build(cls: type[T], values: Mapping[str, Any], problems: Sequence[str] = ()) -> T:
     """Return the configuration that these values make.
 
     Raises one ValueError with `problems`, with all unknown keys, wrong and missing values, and with all
-    missing files of `paths_of`. What depends on several sections is checked after that: it may load
-    torch.
+    missing files, unless NAMES_FILES of the class is false: its options have other meanings. What
+    depends on several sections is checked after that: it may load torch.
     """
     described: type = cls  # for mypy, a type[T] has no hash
     values = expand_home({name: {} for name in sections_of(described) if name} | dict(values))
@@ -36,7 +34,7 @@ def build(cls: type[T], values: Mapping[str, Any], paths_of: PathsOf, problems: 
     report = [*problems, *field_problems(described, values)]
     messages = [problem_report(report)] if report else []
     try:
-        require_paths(paths_of(values))
+        require_paths(local_paths(values) if getattr(cls, "NAMES_FILES", True) else ())
     except ValueError as error:
         messages.append(str(error))
     if messages:
@@ -51,17 +49,8 @@ def build(cls: type[T], values: Mapping[str, Any], paths_of: PathsOf, problems: 
 
 def field_problems(cls: type, values: Mapping[str, Any]) -> list[str]:
     """Return a line for each unknown key, and each wrong or missing value, of a configuration's fields."""
-    return _problems(cls, _fields_of(cls), values)
-
-
-def partial_problems(cls: type, values: Mapping[str, Any]) -> list[str]:
-    """Return a line for each unknown key and each wrong value in a part of a configuration's values."""
-    return _problems(cls, _parts_of(cls), values)
-
-
-def _problems(cls: type, model: type[BaseModel], values: Mapping[str, Any]) -> list[str]:
     try:
-        model.model_validate_json(_json(values))
+        _fields_of(cls).model_validate_json(_json(values), context=values.get("drafter"))
     except ValidationError as error:
         return problems_of(error, known=_names(cls))
     return []
@@ -69,18 +58,6 @@ def _problems(cls: type, model: type[BaseModel], values: Mapping[str, Any]) -> l
 
 def _json(values: Mapping[str, Any]) -> str:
     return json.dumps(values, default=str)  # YAML has types that JSON lacks
-
-
-@cache
-def _parts_of(cls: type) -> type[BaseModel]:
-    """Return a model with the fields of a configuration and its sections, which may all be missing."""
-    hints: dict[str, Any] = get_type_hints(cls, include_extras=True)
-    parts: dict[str, Any] = {}
-    for name, hint in hints.items():
-        section: Any = hint  # mypy takes it for an instance after the check
-        parts[name] = _parts_of(section) if dataclasses.is_dataclass(hint) else hint
-    definitions: Any = {field.name: (parts[field.name], None) for field in dataclasses.fields(cls)}
-    return create_model(cls.__name__, __config__=OPTIONS, **definitions)
 
 
 @cache
@@ -111,8 +88,7 @@ def build_options(cls: type[T], arguments: Sequence[str]) -> tuple[T, CommandLin
     """Return a command's configuration, and its arguments as they were read.
 
     A class names its options that need no name in POSITIONAL (a list takes all further words), and
-    its own defaults of its sections' options in DEFAULTS. NAMES_FILES is false for a class
-    whose options have other meanings.
+    its own defaults of its sections' options in DEFAULTS.
     """
     # 1. Read the arguments. Words are the options of POSITIONAL.
     described: type = cls  # for mypy, a type[T] has no hash
@@ -128,8 +104,7 @@ def build_options(cls: type[T], arguments: Sequence[str]) -> tuple[T, CommandLin
 
     # 2. Build the configuration.
     values = merged(getattr(cls, "DEFAULTS", {}), line.nested())
-    paths_of = command_paths if getattr(cls, "NAMES_FILES", True) else no_paths
-    return build(cls, values, paths_of, line.problems), line
+    return build(cls, values, line.problems), line
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

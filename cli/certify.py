@@ -1,18 +1,17 @@
 """`outrider certify`: prove by tests that decoding is lossless."""
 
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic.dataclasses import dataclass
 from rich.console import Console
 
-from ..data.fields import OPTIONS, NumThreads, PositiveInt, raise_problems
+from ..data.fields import OPTIONS, PositiveInt, raise_problems
 from ..eval.config import EvalConfig, stage_problems
-from ..models.llm.config import TargetConfig
 from .command_line import CommandLine
 from .launch import launch_stages
-from .options import DrafterNames, cpu_threads, load_chosen_target, require_used, with_limit
+from .options import DrafterNames, TargetOptions, cpu_threads, require_used, with_limit
 
 if TYPE_CHECKING:
     from ..models.drafters.saved.parts import DrafterParts
@@ -24,26 +23,18 @@ USED = frozenset({"suites", "settings", "baselines", "merge", "max_new_tokens", 
 
 
 @dataclass(kw_only=True, config=OPTIONS)
-class CertifyOptions:
+class CertifyOptions(TargetOptions):
     """Options of `outrider certify`."""
 
     drafter: DrafterNames
     """Drafters to decode with, as in `outrider eval`."""
     limit: PositiveInt = 10
     """Draw at most this many prompts."""
-    chat_template: str | None = None
-    """A .jinja file or a template's name. null: the tokenizer's."""
-    template_options: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, as in a recipe's data: {enable_thinking: false}."""
-    num_threads: NumThreads | None = None
-    """CPU threads. null: torch's default."""
     output: Path = Path("certificate.json")
     """The certificate's file."""
     launch: str | None = None
     """Run in several processes, for target.stage_layers: a launch file such as pipeline_cpu, or its
     path. Options of `accelerate launch` may follow it."""
-    target: TargetConfig
-    """The target. In float32 tokens are compared; bfloat16 and float16 audit margins."""
     eval: EvalConfig
 
     DEFAULTS: ClassVar = {
@@ -100,7 +91,7 @@ def _certify(
     check_inputs(config, all_parts)
     launch_stages("certify", line, options.target)
     with cpu_threads(options.num_threads):
-        target = load_chosen_target(options.target, options.chat_template, options.template_options)
+        target = options.load()
         return _decode(config, all_parts, target, unfinished)
 
 

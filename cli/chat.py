@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.text import Text
 
 from ..data.conversations import Turn
-from ..data.fields import OPTIONS, NumThreads, PositiveInt, Seed
-from ..models.llm.config import TargetConfig
+from ..data.fields import OPTIONS, PositiveInt, Seed
 from .errors import printable, starts_again
-from .options import BY_MACHINE, cpu_threads, load_chosen_target
+from .options import BY_MACHINE, TargetOptions, cpu_threads
 
 if TYPE_CHECKING:
     from .chat_answers import Answer, ChatModel
@@ -37,7 +36,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(kw_only=True, config=OPTIONS)
-class ChatOptions:
+class ChatOptions(TargetOptions):
     """Options of `outrider chat`."""
 
     drafter: str | None = None
@@ -53,15 +52,8 @@ class ChatOptions:
     """A system prompt. null: the chat template's own, if it has one."""
     compare: bool = False
     """Decode each answer once more without the drafter, and compare."""
-    chat_template: str | None = None
-    """A .jinja file or a template's name. null: the tokenizer's."""
-    template_options: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, as in a recipe's data: {enable_thinking: false}."""
     seed: Seed = 0
     """Seed of sampled answers."""
-    num_threads: NumThreads | None = None
-    """CPU threads. null: torch's default."""
-    target: TargetConfig
 
     DEFAULTS: ClassVar = {"target": BY_MACHINE}
     USUAL: ClassVar = ("target.name_or_path", "target.dtype", "target.device")
@@ -111,7 +103,7 @@ def chat_command(options: ChatOptions) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     with starts_again("conversation"), cpu_threads(options.num_threads):
-        target = load_chosen_target(options.target, options.chat_template, options.template_options)
+        target = options.load()
         limits = {"max_new_tokens": options.max_new_tokens, "seed": options.seed}
         model = ChatModel.load(target, parts, options.settings, temperature=options.temperature, **limits)
         model.warm_up(greeting)

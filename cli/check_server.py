@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
-from ..data.fields import OPTIONS, Distinct, NonNegativeInt, NumThreads, PositiveInt, SmallCount
+from ..data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, SmallCount
 from ..eval.config import EvalConfig
-from ..models.llm.config import TargetConfig
 from .errors import starts_again
-from .options import BY_MACHINE, cpu_threads, load_chosen_target, require_used, with_limit
+from .options import BY_MACHINE, TargetOptions, cpu_threads, require_used, with_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +27,7 @@ USED = frozenset({"suites", "settings", "max_new_tokens", "repeats", "seed"})
 
 
 @dataclass(kw_only=True, config=OPTIONS)
-class CheckServerOptions:
+class CheckServerOptions(TargetOptions):
     """Options of `outrider check-server`."""
 
     url: str
@@ -51,16 +50,8 @@ class CheckServerOptions:
     both sides compute in float32, 0.01 is enough."""
     execute: bool = False
     """Run the programs of human_eval's answers on this machine, to score them."""
-    chat_template: str | None = None
-    """A .jinja file or a template's name. null: the tokenizer's."""
-    template_options: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, as in a recipe's data: {enable_thinking: false}."""
-    num_threads: NumThreads | None = None
-    """CPU threads. null: torch's default."""
     output: Path = Path("check-server.json")
     """File of all figures."""
-    target: TargetConfig
-    """The target. With `without` and no drafter only its tokenizer is read."""
     eval: EvalConfig
 
     POSITIONAL: ClassVar = ("url",)
@@ -130,7 +121,7 @@ def _check(options: CheckServerOptions) -> "ServerCheck":
             stack.callback(sides[-1].close)
         target = None
         if options.without is None or options.drafter is not None:
-            target = load_chosen_target(options.target, options.chat_template, options.template_options)
+            target = options.load()
             questions = [q for q in questions if len(q.ids) + config.max_new_tokens <= target.context_length]
         if not questions:
             raise ValueError(f"no prompt leaves room for {config.max_new_tokens} tokens; lower eval.max_new_tokens")

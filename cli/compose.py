@@ -15,15 +15,12 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ..models.drafters.options import DRAFTER_OPTIONS
-from ..models.drafters.shared_options import START_FROM
-from .build import build, field_problems, merged, partial_problems, problem_report
+from .build import build, field_problems, merged, problem_report
 from .command_line import CommandLine, read_command_line
 from .config import RunConfig, RunOptions
-from .describe import GROUPS, choices, chosen_by, kind_of_choice, run_sections, sections_of
+from .describe import GROUPS, choices, run_sections, sections_of
 from .errors import user_errors
 from .help import command_help
-from .inputs import recipe_paths
 from .launch import launch, require_stages
 
 SUFFIXES = (".yaml", ".yml")
@@ -95,16 +92,20 @@ class Composed:
     values: dict[str, Any]
     """Its options, of which some may be wrong or missing."""
     mistakes: list[str]
-    """Problems of the user's own files and arguments."""
+    """Problems of the user's arguments and files besides wrong values, such as an unknown recipe."""
 
     def config(self) -> RunConfig:
         """Return the configuration. Raises one ValueError with all problems, each under its option's full name."""
-        return build(RunConfig, self.values, recipe_paths, self.mistakes or self.missing())
+        if self.mistakes:
+            self.require_options()
+        return build(RunConfig, self.values, self.missing())
 
     def require_options(self) -> None:
         """Raise the ValueError of `config` without what needs torch, or files of this machine."""
-        # Where a recipe doesn't exist, its options would be reported as missing.
-        if problems := self.mistakes or [*self.missing(), *field_problems(RunConfig, self.values)]:
+        problems = field_problems(RunConfig, self.values)
+        if self.mistakes:  # where a recipe doesn't exist, its options would be reported as missing
+            problems = [line for line in problems if " is missing; give " not in line and '="???"' not in line]
+        if problems := [*(self.mistakes or self.missing()), *problems]:
             raise ValueError(problem_report(problems))
 
     def missing(self) -> list[str]:
@@ -113,12 +114,8 @@ class Composed:
 
 
 def compose(line: CommandLine) -> Composed:
-    """Compose a recipe.
-
-    Mistakes in the user's own files and arguments raise a ValueError before Hydra is imported, which
-    takes as long as all else, unless the options are to be shown.
-    """
-    # 1. Sort the layers: packaged recipes and choices for Hydra, then files, then the command line.
+    """Compose a recipe from its layers: packaged recipes and choices, then files, then the command line."""
+    # 1. Sort the layers.
     own = [option.name for option in sections_of(RunOptions)[""].options]
     layers = Layers(problems=list(line.problems))
     for recipe in line.values["conf"]:
@@ -126,9 +123,6 @@ def compose(line: CommandLine) -> Composed:
     chosen = {group: line.values[group] for group in GROUPS[:-1] if isinstance(line.values.get(group), str)}
     layers.add(dict(chosen))
     layers.add(line.nested(without=[*chosen, *own]), replaced={"variants"} & line.values.keys())
-    mistakes = [*layers.problems, *layers.mistakes()]
-    if mistakes and not line.values.get("show"):
-        raise ValueError(problem_report(mistakes))
 
     # 2. Put them on top of each other.
     values = packaged(layers)
@@ -138,8 +132,8 @@ def compose(line: CommandLine) -> Composed:
         resolved: Any = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     except OmegaConfBaseException as error:  # an interpolation without a value, maybe because of another problem
         text = f"{error.full_key}: {str(error.msg or error).splitlines()[0]}"
-        raise ValueError(problem_report(mistakes or [text])) from None
-    return Composed(resolved, mistakes)
+        raise ValueError(problem_report(layers.problems or [text])) from None
+    return Composed(resolved, layers.problems)
 
 
 def packaged(layers: "Layers") -> dict[str, Any]:
@@ -213,39 +207,6 @@ class Layers:
                     self.chosen[group] = name
         self.values.append(values)
 
-    def mistakes(self) -> list[str]:
-        """Return a line for each unknown option and wrong value of the user, without the packaged files.
-
-        An interpolation has no value without them: then they are found later.
-        """
-        values: dict[str, Any] = {}
-        for layer in self.values:
-            values = on_top(values, layer)
-        if "${" in json.dumps(values, default=str):
-            return []
-        variants = values.pop("variants", None)
-        problems = self._mistakes_in(values)
-        for name, variant in variants.items() if isinstance(variants, Mapping) else ():
-            changes = (
-                {key: variant[key] for key in ("train", "drafter") if key in variant} if isinstance(variant, Mapping) else {}
-            )
-            problems += [f"variants.{name}.{line}" for line in self._mistakes_in(changes)]
-        return problems
-
-    def _mistakes_in(self, values: Mapping[str, Any]) -> list[str]:
-        """Return a line for each mistake in a part of a run's options. A drafter's options are those of its kind."""
-        if not isinstance(drafter := values.get("drafter"), Mapping):
-            return partial_problems(RunConfig, values)
-        chosen = [self.chosen.get("drafter"), *(chosen_by(name)["drafter"] for name in reversed(self.packaged))]
-        name = next(filter(None, chosen), None)
-        kind = drafter.get("kind") or (None if name is None else kind_of_choice(name))
-        lines = []
-        if isinstance(kind, str) and kind in DRAFTER_OPTIONS:
-            own = {name: value for name, value in drafter.items() if name not in ("kind", START_FROM)}
-            lines = partial_problems(DRAFTER_OPTIONS[kind], own)
-        others = partial_problems(RunConfig, {name: value for name, value in values.items() if name != "drafter"})
-        return [*others, *(f"drafter.{line}".replace("no such option", f"no such option of the kind {kind}") for line in lines)]
-
 
 def on_top(below: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Put values on top of a configuration.
@@ -297,8 +258,3 @@ def _near_files(path: Path) -> Iterator[Path]:
     files = {file.name: file for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}")} if path.parent.is_dir() else {}
     for name in get_close_matches(path.name, list(files), 1, 0.8):
         yield files[name]
-
-
-def register() -> None:
-    """Make the `${demo_target:}` resolver known to OmegaConf."""
-    OmegaConf.register_new_resolver("demo_target", lambda: str(DEMO_TARGET), replace=True)

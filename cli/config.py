@@ -89,18 +89,22 @@ VARIANT_OPTIONS = tuple(field.name for field in dataclasses.fields(Variant))
 def checked_variant(variant: Variant, info: Any) -> Variant:
     """Return a variant. Raises ValueError if it doesn't fit the run's drafter and training.
 
-    `info` is pydantic's ValidationInfo, which beartype can't check.
+    `info` is pydantic's ValidationInfo, which beartype can't check. Its context has the run's drafter
+    where that is wrong: then only the variant's own options are reported.
     """
-    problems, drafter = [], info.data.get("drafter")
+    problems, drafter = [], info.data.get("drafter", info.context)
     try:
         variant.train_config(info.data.get("train"))
     except ValueError as error:
         problems += str(error).splitlines()
     try:
-        if drafter is not None or variant.drafter.get("kind"):  # otherwise the run's own options are wrong
-            checked_drafter(variant.drafter_options(drafter or {}))
+        if isinstance(drafter, dict) or variant.drafter.get("kind"):
+            checked_drafter(variant.drafter_options(drafter if isinstance(drafter, dict) else {}))
     except ValueError as error:
-        problems += [f"drafter.{line}" for line in str(error).splitlines()]
+        lines, has_drafter = str(error).splitlines(), "drafter" in info.data
+        problems += [
+            f"drafter.{line}" for line in lines if has_drafter or re.split(r"\W", line, maxsplit=1)[0] in variant.drafter
+        ]
     raise_problems(problems)
     return variant
 

@@ -99,7 +99,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class OptionChoice:
-    """One choice of a group (drafter=eagle3), or a launch file."""
+    """One choice of a group (drafter=eagle3), such as a recipe (conf=demo), or a launch file."""
 
     group: str
     name: str
@@ -111,22 +111,6 @@ class OptionChoice:
     def summary(self) -> str:
         """The comment's first sentence."""
         return re.split(r"(?<=\.)\s", " ".join(self.meaning.split()), maxsplit=1)[0]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """One recipe of conf/conf/, with the choices that it makes."""
-
-    name: str
-    summary: str
-    """First sentence of the comment at the head of its file."""
-    comment: str
-    """The whole comment, line by line."""
-    target: str
-    data: str
-    drafter: str
-    eval: str
-    path: Path
 
 
 # --- options
@@ -172,7 +156,7 @@ def _options(cls: type, prefix: str) -> Iterator[Option]:
     """Yield a class's options. A list's fields come after the list."""
     hints, meanings = typing.get_type_hints(cls, include_extras=True), field_docstrings(cls)
     at_run_time: frozenset[str] = getattr(cls, "RUNTIME_FIELDS", frozenset())
-    for field in fields(cls):
+    for field in sorted(fields(cls), key=lambda field: field.name not in cls.__annotations__):  # those of bases come last
         hint = hints[field.name]
         if is_dataclass(hint):
             continue  # a section
@@ -309,22 +293,6 @@ def choices(group: str) -> dict[str, OptionChoice]:
 
 
 @cache
-def recipes() -> dict[str, Recipe]:
-    """Describe the recipes that ship with outrider, by name."""
-    described = {}
-    for name, choice in choices("conf").items():
-        chosen = chosen_by(name)
-        described[name] = Recipe(
-            name=name,
-            summary=choice.summary,
-            comment=choice.meaning,
-            **chosen,
-            path=choice.path,
-        )
-    return described
-
-
-@cache
 def chosen_by(recipe: str) -> dict[str, str]:
     """Return the choice of each group in a recipe's defaults list, and in the recipes that it builds on; "" for none."""
     chosen = dict.fromkeys(GROUPS[:-1], "")
@@ -334,14 +302,6 @@ def chosen_by(recipe: str) -> dict[str, str]:
         elif entry in choices("conf"):
             chosen |= {group: name for group, name in chosen_by(entry).items() if name}
     return chosen
-
-
-def kind_of_choice(name: str) -> str | None:
-    """Return the kind of a packaged drafter, or of the one that it builds on; None for a trained drafter."""
-    content = _content(choices("drafter")[name].path)
-    below = [entry.partition("@")[0] for entry in content.get("defaults", []) if entry != "_self_"]
-    kind: str | None = content.get("kind") or next(map(kind_of_choice, below), None)
-    return kind
 
 
 def _content(path: Path) -> dict[str, Any]:

@@ -1,21 +1,19 @@
 """`outrider eval` and `outrider report`: measure the speedup of drafters, and write a page of tables."""
 
 from collections.abc import Sequence
-from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from rich.console import Console
 from rich.markup import escape
 
-from ..data.fields import OPTIONS, NumThreads, PositiveInt, raise_problems
+from ..data.fields import OPTIONS, PositiveInt, raise_problems
 from ..eval.config import EvalConfig, stage_problems
-from ..models.llm.config import TargetConfig
 from .command_line import CommandLine
 from .launch import launch_stages
-from .options import BY_MACHINE, DrafterNames, cpu_threads, load_chosen_target, with_limit
+from .options import BY_MACHINE, DrafterNames, TargetOptions, cpu_threads, with_limit
 
 if TYPE_CHECKING:
     from ..eval.results.rows import Row
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True, config=OPTIONS)
-class EvalOptions:
+class EvalOptions(TargetOptions):
     """Options of `outrider eval`."""
 
     drafter: DrafterNames
@@ -34,18 +32,11 @@ class EvalOptions:
     """Draw at most this many prompts of each suite."""
     tuned: bool = False
     """Use the settings that `outrider tune` chose on this machine."""
-    chat_template: str | None = None
-    """A .jinja file or a template's name. null: the tokenizer's."""
-    template_options: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, as in a recipe's data: {enable_thinking: false}."""
-    num_threads: NumThreads | None = None
-    """CPU threads. null: torch's default."""
     output: Path = Path("outputs/eval")
     """Folder for the records, summary, table and plots."""
     launch: str | None = None
     """Run in several processes, for target.stage_layers: a launch file such as pipeline_cpu, or its
     path. Options of `accelerate launch` may follow it: --num_processes 5"""
-    target: TargetConfig
     eval: EvalConfig
 
     DEFAULTS: ClassVar = {"target": BY_MACHINE}
@@ -88,7 +79,7 @@ def _measure(config: EvalConfig, drafters: "list[DrafterParts]", options: EvalOp
     check_inputs(config, drafters)
     launch_stages("eval", line, options.target)
     with cpu_threads(options.num_threads):
-        target = load_chosen_target(options.target, options.chat_template, options.template_options)
+        target = options.load()
         tuned = tuned_settings(config, target, drafters) if options.tuned else None
         with guarded(options.output, folders=[options.output]):
             return evaluate(config, target, target.tokenizer, drafters, options.output, tuned=tuned)
@@ -99,14 +90,14 @@ def _print_results(rows: "Sequence[Row]", output: Path) -> bool:
 
     Returns whether all methods are lossless.
     """
-    from ..eval.results.rows import is_broken, is_unproven, method_name
+    from ..eval.results.rows import is_broken, is_unproven
     from ..eval.results.tables import print_table
 
     console = Console()
     print_table(rows, console)
     console.print(f"Records, summary, tables and plots: {escape(str(output))}", soft_wrap=True)
-    unproven = dict.fromkeys(method_name(row) for row in rows if is_unproven(row))
-    broken = dict.fromkeys(method_name(row) for row in rows if is_broken(row) and not is_unproven(row))
+    unproven = dict.fromkeys(row["label"] for row in rows if is_unproven(row))
+    broken = dict.fromkeys(row["label"] for row in rows if is_broken(row) and not is_unproven(row))
     for verdict, names in (("NOT PROVEN LOSSLESS", unproven), ("NOT LOSSLESS", broken)):
         if names:
             console.print(f"[bold red]{verdict}:[/] {escape('; '.join(names))}", soft_wrap=True)

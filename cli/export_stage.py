@@ -11,7 +11,6 @@ from ..eval.records.names import SUMMARY_FILE
 from ..eval.report.card import model_card
 from ..eval.report.card_figures import rows_of
 from ..eval.report.card_options import CardOptions
-from ..eval.results.rows import method_name
 from ..models.drafters.registry import DrafterSpec
 from ..models.drafters.saved.folder import read_drafter_config
 from ..models.export.config import ExportConfig
@@ -56,7 +55,7 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
         directory, home = drafter.drafter_dir, drafter.drafter_dir.parent
         evaluation = folder / "eval"
         rows = rows_of(evaluation, directory) if (evaluation / SUMMARY_FILE).is_file() else []
-        if noisy := dict.fromkeys(method_name(row) for row in rows if row["noisy"]):
+        if noisy := dict.fromkeys(row["label"] for row in rows if row["noisy"]):
             log.warning("the measurement of %s is noisy, as the card of %s says", "; ".join(noisy), directory)
         options = CardOptions(evaluations=[evaluation] if rows else [], run=folder, programs=programs_for(directory, target))
         _package(directory, home / PACKAGE_FOLDER, options)

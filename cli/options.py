@@ -1,19 +1,43 @@
 """What several commands do with their options before their work."""
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
+from pydantic.dataclasses import dataclass
 
+from ..data.fields import OPTIONS, NumThreads
+from ..models.llm.config import TargetConfig
 from .errors import silence_bars
 
 if TYPE_CHECKING:
     from ..eval.config import EvalConfig
-    from ..models.llm.config import TargetConfig
     from ..models.llm.hf_target import HFTarget
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class TargetOptions:
+    """Options of a command that decodes with a target."""
+
+    target: TargetConfig
+    chat_template: str | None = None
+    """A .jinja file or a template's name. null: the tokenizer's."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, as in a recipe's data: {enable_thinking: false}."""
+    num_threads: NumThreads | None = None
+    """CPU threads. null: torch's default."""
+
+    def load(self) -> "HFTarget":
+        """Load the target with its chat template, as `load_chosen_target` does."""
+        from ..data.chat import use_chat_template
+
+        target = load_chosen_target(self.target)
+        use_chat_template(target.tokenizer, self.chat_template, self.template_options)
+        return target
+
 
 DrafterNames = Annotated[list[str], Field(min_length=1)]
 BY_MACHINE = {"dtype": None}
@@ -28,7 +52,7 @@ def with_limit(config: "EvalConfig", limit: int | None) -> "EvalConfig":
 def require_used(config: "EvalConfig", used: Collection[str], command: str) -> None:
     """Raise ValueError for options of the section `eval` that are set, and that a command doesn't use."""
     unset = type(config)(**{name: getattr(config, name) for name in used})
-    names = [field.name for field in fields(config)]
+    names = [option.name for option in fields(config)]
     if unused := [f"eval.{name}" for name in names if getattr(config, name) != getattr(unset, name)]:
         raise ValueError(f"{', '.join(unused)}: `outrider {command}` doesn't use this; leave it out")
 
@@ -46,15 +70,8 @@ def cpu_threads(num_threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def load_chosen_target(
-    config: "TargetConfig",
-    chat_template: str | None = None,
-    template_options: Mapping[str, Any] | None = None,
-    *,
-    needs_tokenizer: bool = True,
-) -> "HFTarget":
-    """Load a command's target with its chat template and the template's options. Prints which weights are read in passes."""
-    from ..data.chat import use_chat_template
+def load_chosen_target(config: TargetConfig, *, needs_tokenizer: bool = True) -> "HFTarget":
+    """Load a command's target. Prints which weights are read in passes."""
     from ..models.llm.loading import load_target
 
     silence_bars()
@@ -65,6 +82,4 @@ def load_chosen_target(
     elif config.memory_budget_gib is not None:
         text = "all weights fit into target.memory_budget_gib, so none are read in passes"
         print(f"{config.name_or_path}: {text}", file=sys.stderr)
-    if needs_tokenizer:
-        use_chat_template(target.tokenizer, chat_template, template_options)
     return target

@@ -32,7 +32,7 @@ from ..distill.regenerate.run import count_turns, load_questions, missing_conver
 from ..distill.regenerate.self_written import sample_conversations
 from ..eval.config import BOTH
 from ..eval.records.names import SUMMARY_FILE
-from ..models.drafters.objective import max_chunk
+from ..models.drafters.scoring import max_chunk
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.tensor_parallel import Worker
 from ..train.checkpoint import latest_checkpoint, step_of

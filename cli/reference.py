@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic.dataclasses import dataclass
 
 from ..data.fields import OPTIONS, closest
-from .describe import GROUPS, Option, OptionChoice, Section, choices, drafter_sections, recipes, sections
+from .describe import GROUPS, Option, OptionChoice, Section, choices, chosen_by, drafter_sections, sections
 from .help import facts, wrapped
 
 
@@ -38,14 +38,16 @@ class RecipesOptions:
 
 def recipes_command(options: RecipesOptions) -> None:
     """List the recipes that ship with outrider. To run one: outrider run NAME."""
-    known, name = recipes(), options.name
+    known, name = choices("conf"), options.name
+    chosen = {recipe: chosen_by(recipe) for recipe in known}
     matching = [
-        recipe for recipe in known.values() if (name or "").lower() in f"{recipe.name} {recipe.target} {recipe.summary}".lower()
-    ]
+        recipe for recipe in known.values()
+        if (name or "").lower() in f"{recipe.name} {chosen[recipe.name]['target']} {recipe.summary}".lower()
+    ]  # fmt: skip
     if name is None or (name not in known and matching):
         lines = [f"{'RECIPE':20} {'TARGET':10} {'DATA':9} DRAFTER"]
         for recipe in matching:
-            lines.append(f"{recipe.name:20} {recipe.target:10} {recipe.data:9} {recipe.drafter}")
+            lines.append("{:20} {target:10} {data:9} {drafter}".format(recipe.name, **chosen[recipe.name]))
             lines.append(wrapped(recipe.summary, 4))
         lines += [
             "",
@@ -53,9 +55,8 @@ def recipes_command(options: RecipesOptions) -> None:
             "outrider recipes RECIPE         print its description",
         ]
     elif name in known:
-        recipe = known[name]
-        choices = f"target={recipe.target} data={recipe.data} drafter={recipe.drafter} eval={recipe.eval}"
-        lines = [f"conf={name}: {choices}", "", recipe.comment, "", f"File: {recipe.path}"]
+        choice = " ".join(f"{group}={value}" for group, value in chosen[name].items())
+        lines = [f"conf={name}: {choice}", "", known[name].meaning, "", f"File: {known[name].path}"]
     else:
         raise ValueError(f"there is no recipe {name!r}{_suggestion(name, list(known))}; there are: {', '.join(known)}")
     print("\n".join(lines))

@@ -1,7 +1,6 @@
 """`outrider tune`: find a drafter's fastest settings on this machine."""
 
 from collections.abc import Callable
-from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,12 +9,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..data.fields import OPTIONS, NumThreads, PositiveInt
+from ..data.fields import OPTIONS, PositiveInt
 from ..data.paths import folders_of
 from ..eval.config import EvalConfig
-from ..models.llm.config import TargetConfig
 from .errors import starts_again
-from .options import BY_MACHINE, cpu_threads, load_chosen_target, require_used, with_limit
+from .options import BY_MACHINE, TargetOptions, cpu_threads, require_used, with_limit
 
 if TYPE_CHECKING:
     from ..eval.tune.halving import Speed
@@ -29,7 +27,7 @@ NameOf = Callable[[dict[str, Any] | None], str]
 
 
 @dataclass(kw_only=True, config=OPTIONS)
-class TuneOptions:
+class TuneOptions(TargetOptions):
     """Options of `outrider tune`."""
 
     drafter: str
@@ -39,15 +37,8 @@ class TuneOptions:
     """Draw at most this many prompts."""
     write: bool = True
     """Write the choice to the drafter's directory, for `outrider eval --tuned`."""
-    chat_template: str | None = None
-    """A .jinja file or a template's name. null: the tokenizer's."""
-    template_options: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, as in a recipe's data: {enable_thinking: false}."""
-    num_threads: NumThreads | None = None
-    """CPU threads. null: torch's default."""
     output: Path = Path("outputs/tune")
     """Folder for the measured speeds."""
-    target: TargetConfig
     eval: EvalConfig
 
     DEFAULTS: ClassVar = {"target": BY_MACHINE, "eval": {"suites": ["stdlib"]}}
@@ -96,7 +87,7 @@ def tune_command(options: TuneOptions) -> None:
     # 2. Tune, and print the choice.
     written = [output] if directory is None else [output, directory]
     with guarded(*written, folders=[output]), starts_again("tuning"), cpu_threads(options.num_threads):
-        loaded = load_chosen_target(options.target, options.chat_template, options.template_options)
+        loaded = options.load()
         tuning = tune(
             config,
             loaded,

@@ -41,11 +41,11 @@ from .measure.methods import (
 )
 from .measure.plan import Method, Plan, Texts, answer_seed, no_prompt_fits
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
-from .records.records import EvalRecord, GroupKey, RecordFile, digest_of, group_name
+from .records.records import EvalRecord, RecordFile, digest_of, group_name
 from .records.run_files import RECORDED_OPTIONS, Audit, DrafterFacts, Environment, Facts, RunInfo, read_info, write_info
 from .results.judge_files import write_answers
 from .results.lossless import find_mismatches, to_audit
-from .results.plots import plot_comparison, plot_suite
+from .results.plots import plot
 from .results.rows import Row, complete, rows_of
 from .results.tables import csv_table, markdown
 
@@ -340,19 +340,10 @@ def audit_answers(
 
 
 def write_results(rows: Sequence[Row], output_dir: Path) -> None:
-    """Write summary, tables and plots.
-
-    For each suite and batch size there is a plot by category for each temperature, and one that
-    compares the drafters.
-    """
+    """Write summary and tables, and a plot for each suite and batch size."""
     write_json(output_dir / SUMMARY_FILE, rows)
     atomic_write_text(output_dir / TABLE_FILE, markdown(rows))
     atomic_write_text(output_dir / CSV_FILE, csv_table(rows))
-    groups: dict[GroupKey, list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["suite"], row["temperature"], row["batch_size"]), []).append(row)
-    for key, group_rows in groups.items():
-        plot_suite(group_rows, output_dir / f"{group_name(key)}.png")
-    for suite, size in dict.fromkeys((suite, size) for suite, _, size in groups):
+    for suite, size in dict.fromkeys((row["suite"], row["batch_size"]) for row in rows):
         compared = [row for row in rows if (row["suite"], row["batch_size"]) == (suite, size)]
-        plot_comparison(compared, output_dir / f"{group_name((suite, 0.0, size))}-comparison.png")
+        plot(compared, output_dir / f"{group_name((suite, 0.0, size))}.png")

@@ -63,8 +63,10 @@ def _option(option: describe.Option) -> str:
 
 def recipes() -> str:
     """Return a table of the recipes, and a section for each: its opening comment and its YAML."""
-    rows = [(f"[{name}](#{name})", recipe.target, recipe.data, recipe.drafter) for name, recipe in describe.recipes().items()]
-    sections = [_yaml_section(recipe.path, recipe.comment) for recipe in describe.recipes().values()]
+    known = describe.choices("conf")
+    chosen = {name: describe.chosen_by(name) for name in known}
+    rows = [(f"[{name}](#{name})", *(chosen[name][group] for group in ("target", "data", "drafter"))) for name in known]
+    sections = [_yaml_section(recipe.path, recipe.meaning) for recipe in known.values()]
     return "\n\n".join(["\n".join(table(("recipe", "target", "data", "drafter"), rows)), *sections])
 
 

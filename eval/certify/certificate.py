@@ -127,15 +127,28 @@ def decoding_checks(
     if not prompts:
         raise ValueError(f"no prompt fits the target's context window of {target.context_length} tokens; lower max_new_tokens")
 
-    # 2. The checks of the target, then those of each method.
+    # 2. The checks of the target: an oracle drafts the right answers, so that accepted paths are long,
+    # however good the real drafters are. Each row's drafts are right up to a different depth.
     plain = PlainAnswers(target=target, prompts=prompts, max_new_tokens=max_new_tokens)
     most_rows = 1 if recorded_stages(target) else min(BATCH_SIZE, len(prompts))
-    checks: list[Check] = [partial(_certify_oracle, plain, most_rows)]
-    if recorded_stages(target):
-        checks.append(partial(_certify_pipelined_oracle, plain))
+    form, oracle = _decoded_in(target), "an oracle drafter (drafts the right answers)"
+
+    def tree_oracle(start: int) -> OracleDrafter:
+        texts = plain.answers[start : start + most_rows]
+        depths = [OracleDrafter.DEPTH - row % OracleDrafter.DEPTH for row in range(start, start + len(texts))]
+        return OracleDrafter(texts, depths, target.vocab_size)
+
+    def streaming_oracle(start: int) -> StreamingOracle:
+        return StreamingOracle(plain.answers[start], 1 + start % StreamingOracle.MAX_DEPTH, target.vocab_size)
+
+    checks: list[Check] = [partial(plain.certify, f"{oracle}, {form}", tree_oracle, most_rows, generate)]
+    if recorded_stages(target):  # adoptions, mismatches and cancellations
+        checks.append(partial(plain.certify, f"{oracle}, pipelined, {form}", streaming_oracle, 1, generate_pipelined))
+    # 3. Those of each method.
     for method in methods:
-        label = f"{method.name}, {_decoded_in(target)}"
-        checks += [partial(_certify_greedy, label, plain, method, batch_size) for batch_size in sorted({1, most_rows})]
+        label = f"{method.name}, {form}"
+        always: Callable[[int], Any] = partial(lambda drafter, _: drafter, method.drafter)
+        checks += [partial(plain.certify, label, always, size, method.loop) for size in sorted({1, most_rows})]
         checks.append(partial(certify_sampling, label, target, method, prompts))
     return checks
 
@@ -153,21 +166,32 @@ class PlainAnswers:
     @cached_property
     def answers(self) -> list[list[int]]:
         """Plain decoding's answers, one for each prompt; decoded when they are first read."""
-        return [answer for index in range(len(self.prompts)) for answer in self.decode(NullDrafter(), index, 1)[0]]
+        decoded = [self.decode(NullDrafter(), index, 1, GreedyAcceptance()) for index in range(len(self.prompts))]
+        return [answers[0] for answers, _ in decoded]
+
+    @cached_property
+    def rule(self) -> AcceptanceRule:
+        """The rule of all checks, as an evaluation uses it beside this target."""
+        return rule_beside(self.target, GreedyAcceptance())
+
+    def certify(self, label: str, drafter_of: Callable[[int], Any], batch_size: int, loop: Loop) -> CertificateLine:
+        """Decode all prompts greedily, in batches, and compare the answers with plain decoding's.
+
+        `drafter_of` returns the drafter of the batch that begins with a prompt.
+        """
+        starts = range(0, len(self.prompts), batch_size)
+        decoded = [self.decode(drafter_of(start), start, batch_size, self.rule, loop) for start in starts]
+        together = "" if batch_size == 1 else f", {batch_size} prompts at a time"
+        answers = [answer for answers, _ in decoded for answer in answers]
+        return self.compare(f"{label}, greedy{together}", answers, sum(accepted for _, accepted in decoded))
 
     def decode(
-        self,
-        drafter: Any,
-        start: int,
-        num_rows: int,
-        *,
-        rule: AcceptanceRule | None = None,
-        loop: Loop = generate,
+        self, drafter: Any, start: int, num_rows: int, rule: AcceptanceRule, loop: Loop = generate
     ) -> tuple[list[list[int]], int]:
         """Decode some prompts together, greedily; return the answers and the number of accepted drafts."""
         rows = [prompt[0] for prompt in self.prompts[start : start + num_rows]]
         options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "stop_ids": self.target.stop_ids}
-        steps = list(loop(self.target, drafter, rule or GreedyAcceptance(), rows, **options))
+        steps = list(loop(self.target, drafter, rule, rows, **options))
         return answers_of(steps), sum(step.num_drafted for step in steps)
 
     def audit(self, index: int, answer: list[int]) -> Audit:
@@ -196,44 +220,6 @@ class PlainAnswers:
             result=f"{num_bad} answers differ" if exact else beyond,
             passed=not num_bad,
         )
-
-
-def _certify_greedy(label: str, plain: PlainAnswers, method: Method, batch_size: int) -> CertificateLine:
-    num_accepted, rule = 0, rule_beside(plain.target, GreedyAcceptance())
-    answers: list[list[int]] = []
-    for start in range(0, len(plain.prompts), batch_size):
-        decoded, accepted = plain.decode(method.drafter, start, batch_size, rule=rule, loop=method.loop)
-        answers, num_accepted = answers + decoded, num_accepted + accepted
-    return plain.compare(f"{label}, greedy{_together(batch_size)}", answers, num_accepted)
-
-
-def _certify_oracle(plain: PlainAnswers, batch_size: int) -> CertificateLine:
-    """Certify trees that contain the right answer, in batches.
-
-    Their accepted paths are long, however good the real drafters are.
-    """
-    target = plain.target
-    num_accepted, rule = 0, rule_beside(target, GreedyAcceptance())
-    answers: list[list[int]] = []
-    for start in range(0, len(plain.prompts), batch_size):
-        texts = plain.answers[start : start + batch_size]
-        # Each row's drafts are right up to a different depth.
-        depths = [OracleDrafter.DEPTH - row % OracleDrafter.DEPTH for row in range(start, start + len(texts))]
-        decoded, accepted = plain.decode(OracleDrafter(texts, depths, target.vocab_size), start, batch_size, rule=rule)
-        answers, num_accepted = answers + decoded, num_accepted + accepted
-    label = f"an oracle drafter (drafts the right answers), {_decoded_in(target)}, greedy{_together(batch_size)}"
-    return plain.compare(label, answers, num_accepted)
-
-
-def _certify_pipelined_oracle(plain: PlainAnswers) -> CertificateLine:
-    """Certify adoptions, mismatches and cancellations, however good the real drafters are."""
-    num_accepted = 0
-    answers: list[list[int]] = []
-    for index, text in enumerate(plain.answers):
-        oracle = StreamingOracle(text, 1 + index % StreamingOracle.MAX_DEPTH, plain.target.vocab_size)
-        decoded, accepted = plain.decode(oracle, index, 1, loop=generate_pipelined)
-        answers, num_accepted = answers + decoded, num_accepted + accepted
-    return plain.compare(f"an oracle drafter, pipelined, {_decoded_in(plain.target)}, greedy", answers, num_accepted)
 
 
 def passes(lines: Sequence[CertificateLine]) -> bool:
@@ -271,7 +257,3 @@ def _decoded_in(target: HFTarget) -> str:
     """Describe the target's type, and its form unless it is the plain one."""
     dtype = str(target.dtype).removeprefix("torch.")
     return dtype if target.form == "eager" else f"{dtype} {target.form}"
-
-
-def _together(batch_size: int) -> str:
-    return "" if batch_size == 1 else f", {batch_size} prompts at a time"

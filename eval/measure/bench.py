@@ -3,11 +3,10 @@
 import hashlib
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any
 
 from tqdm import tqdm
 
@@ -234,68 +233,53 @@ class Bench:
 
     def _records(self, job: Job, generation: Generation) -> list[EvalRecord]:
         """Build one record for each row of a batch."""
-        return [
-            record_of(
-                job,
-                row,
-                generation,
-                lossless_rule=self.rules[turn.temperature].lossless,
-                stop_ids=self.target.stop_ids,
-                seed=self.config.seed,
-                config_digest=self.config_digest,
-                environment_digest=self.environment.digest,
-            )
-            for row, turn in enumerate(job.batch.turns)
-        ]
+        return [self._record(job, row, generation) for row in range(len(job.batch.turns))]
+
+    def _record(self, job: Job, row: int, generation: Generation) -> EvalRecord:
+        turn, input_ids, answer = job.batch.turns[row], job.batch.input_ids[row], generation.answer(row)
+        return EvalRecord(
+            # 1. The prompt, and how it was answered.
+            suite=turn.suite.name,
+            prompt_set_revision=turn.suite.revision,
+            prompt_set_source=turn.suite.source,
+            prompt_id=turn.prompt.id,
+            category=turn.prompt.category,
+            turn=turn.turn,
+            temperature=turn.temperature,
+            batch_size=turn.batch_size,
+            batch=job.batch.index,
+            num_rows=len(job.batch.turns),
+            method=job.method.name,
+            label=job.method.label,
+            repeat=job.repeat,
+            profiled=job.profiled,
+            context_from=BASELINE if turn.turn else None,
+            prompt_sha256=hashlib.sha256(str(input_ids.tolist()).encode()).hexdigest(),
+            num_prompt_tokens=len(input_ids),
+            # 2. The row's tokens, and its counts over the verify steps.
+            token_ids=answer.token_ids,
+            accepted_histogram=answer.accepted_histogram,
+            num_verify_tokens=len(answer.token_ids) - 1,
+            num_draft_tokens=answer.num_draft_tokens,
+            drawn=answer.drawn,
+            # Plain decoding has no drafts, so every rule samples from the target's distribution.
+            lossless_rule=self.rules[turn.temperature].lossless or job.method.name == BASELINE,
+            truncated=answer.token_ids[-1] not in self.target.stop_ids,
+            accepted_by=count_by_source(answer.accepted_origins, job.method.sources, answer.num_accepted),
+            pace=job.method.pace,
+            # 3. The times of the whole batch; only profiled answers have phases.
+            prefill_seconds=generation.prefill_seconds,
+            decode_seconds=generation.decode_seconds,
+            # The processes of a target's stages have processor seconds of their own.
+            processor_seconds=generation.processor_seconds if generation.runs is None else None,
+            streaming=generation.streaming,
+            runs=generation.runs,
+            phase_seconds=generation.phase_seconds if job.profiled else None,
+            config_digest=self.config_digest,
+            environment_digest=self.environment.digest,
+            seed=self.config.seed,
+        )
 
 
 def _length(prompt: Prompt) -> int:
     return len(prompt.turns[0])
-
-
-def record_of(
-    job: Job, row: int, generation: Generation, *, lossless_rule: bool, stop_ids: Collection[int], **common: Any
-) -> EvalRecord:
-    """Build the record of a batch's row. `common` is what every record of the run has in common."""
-    turn, input_ids, answer = job.batch.turns[row], job.batch.input_ids[row], generation.answer(row)
-    return EvalRecord(
-        # 1. The prompt, and how it was answered.
-        suite=turn.suite.name,
-        prompt_set_revision=turn.suite.revision,
-        prompt_set_source=turn.suite.source,
-        prompt_id=turn.prompt.id,
-        category=turn.prompt.category,
-        turn=turn.turn,
-        temperature=turn.temperature,
-        batch_size=turn.batch_size,
-        batch=job.batch.index,
-        num_rows=len(job.batch.turns),
-        method=job.method.name,
-        label=job.method.label,
-        repeat=job.repeat,
-        profiled=job.profiled,
-        context_from=BASELINE if turn.turn else None,
-        prompt_sha256=hashlib.sha256(str(input_ids.tolist()).encode()).hexdigest(),
-        num_prompt_tokens=len(input_ids),
-        # 2. The row's tokens, and its counts over the verify steps.
-        token_ids=answer.token_ids,
-        accepted_histogram=answer.accepted_histogram,
-        num_verify_tokens=len(answer.token_ids) - 1,
-        num_draft_tokens=answer.num_draft_tokens,
-        drawn=answer.drawn,
-        # Plain decoding has no drafts, so every rule samples from the target's distribution.
-        lossless_rule=lossless_rule or job.method.name == BASELINE,
-        truncated=answer.token_ids[-1] not in stop_ids,
-        accepted_by=count_by_source(answer.accepted_origins, job.method.sources, answer.num_accepted),
-        pace=job.method.pace,
-        # 3. The times of the whole batch, and details that only profiled answers have.
-        prefill_seconds=generation.prefill_seconds,
-        decode_seconds=generation.decode_seconds,
-        # The processes of a target's stages have processor seconds of their own.
-        processor_seconds=generation.processor_seconds if generation.runs is None else None,
-        streaming=generation.streaming,
-        runs=generation.runs,
-        phase_seconds=generation.phase_seconds if job.profiled else None,
-        tree_tokens=answer.tree_tokens if job.profiled else None,
-        **common,
-    )

@@ -123,8 +123,8 @@ MAX_BUFFER_BYTES, MAX_ACCELERATOR_BYTES = 1 << 30, 1 << 32
 kernel would be a visible part of that."""
 LEAST_BUFFER_BYTES = 1 << 20
 COLUMNS = 1024
-NUM_READS, NUM_QUEUED_READS = 7, 10
-"""Number of timed reads: single ones on a CPU, queued ones on an accelerator."""
+NUM_ROUNDS, NUM_QUEUED_READS = 7, 50
+"""Timed rounds, and an accelerator's reads in each. A CPU reads once."""
 
 Read = Callable[[], torch.Tensor]
 
@@ -169,11 +169,11 @@ def measure_bandwidth(num_bytes: int, device: torch.device) -> float:
     and the matrix-vector product that decoding consists of. The faster one counts, since the result
     serves as a bound.
     """
-    on_cpu = device.type == "cpu"
-    matrix = _buffer(min(num_bytes, MAX_BUFFER_BYTES if on_cpu else MAX_ACCELERATOR_BYTES), device)
+    largest = MAX_BUFFER_BYTES if device.type == "cpu" else MAX_ACCELERATOR_BYTES
+    matrix = _buffer(min(num_bytes, largest), device)
     vector = torch.ones(matrix.shape[1], device=device)
     reads: list[Read] = [lambda: torch.linalg.vector_norm(matrix), lambda: torch.mv(matrix, vector)]
-    seconds = min(_seconds_alone(read) if on_cpu else _seconds_in_a_row(read, device) for read in reads)
+    seconds = min(_seconds(read, device) for read in reads)
     return matrix.nbytes / seconds / 1e9
 
 
@@ -187,37 +187,21 @@ def _buffer(num_bytes: int, device: torch.device) -> Float[torch.Tensor, "row co
     return _buffer(num_bytes // 2, device)
 
 
-def _seconds_alone(read: Read) -> float:
-    """Time NUM_READS single reads by the host's clock; return the seconds of the fastest.
+def _seconds(read: Read, device: torch.device) -> float:
+    """Time rounds of reads by the host's clock; return the seconds of a read in the fastest round.
 
-    A CPU has finished the read when the call returns.
+    An accelerator reads many times in a round, since the host launches reads ahead. So launches and
+    the wait at the end hardly count.
     """
-    read()  # not timed: the first call initializes the kernel
-    best = float("inf")
-    for _ in range(NUM_READS):
+    num_reads, best = 1 if device.type == "cpu" else NUM_QUEUED_READS, float("inf")
+    for _ in range(1 + NUM_ROUNDS):  # the first call chooses its kernel
+        synchronize(device)
         start = time.perf_counter()
-        read()
-        best = min(best, time.perf_counter() - start)
+        for _ in range(num_reads):
+            read()
+        synchronize(device)
+        best = min(best, (time.perf_counter() - start) / num_reads)
     return best
-
-
-def _seconds_in_a_row(read: Read, device: torch.device) -> float:
-    """Time NUM_QUEUED_READS reads by the accelerator's clock; return the seconds of one.
-
-    One event is recorded before the first read, one after the last. The host launches reads ahead,
-    so neither launches nor waits are in the time. The exception is a buffer so small (some ten MB)
-    that the device reads it faster than the host launches the next read.
-    """
-    stream = torch.accelerator.current_stream(device)
-    start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
-    read()  # not timed: the first call chooses its kernel
-    synchronize(device)
-    start.record(stream)
-    for _ in range(NUM_QUEUED_READS):
-        read()
-    end.record(stream)
-    synchronize(device)
-    return start.elapsed_time(end) / 1e3 / NUM_QUEUED_READS  # elapsed_time is in milliseconds
 
 
 def cache_bytes(device: torch.device) -> int | None:

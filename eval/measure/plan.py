@@ -294,14 +294,9 @@ class Plan:
 
     @property
     def num_answers(self) -> int:
-        """Number of answers, without those of prompts whose first turn is too long."""
-        fitting = {
-            (suite.name, prompt.id): len(prompt.turns)
-            for suite in self.suites
-            for prompt in self.texts.fitting(suite, suite.prompts)
-        }
+        """Number of answers, if all prompts fit the context."""
         return sum(
-            fitting.get((one_pass.suite.name, prompt.id), 0) * len(self.taking_part(one_pass, temperature))
+            len(prompt.turns) * len(self.taking_part(one_pass, temperature))
             for one_pass in self.passes
             for prompt in one_pass.prompts
             for temperature in self.config.temperatures

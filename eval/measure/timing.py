@@ -12,14 +12,13 @@ from jaxtyping import Int
 from ...models.decoding.loop import generate
 from ...models.decoding.protocols import AcceptanceRule, Drafter, Target
 from ...models.decoding.sampling import RowSeeds
-from ...models.decoding.tree import tree_tokens
 from ...models.decoding.types import Step
 from ...models.decoding.window import RunCounts
 from ...models.llm.cuda_graphs import num_graphs
 from ...models.llm.weight_stream import StreamStats, WeightStream
 from ...models.machine import synchronize
 from ...models.phases import PhaseSeconds
-from ..records.records import Runs, Streaming, TreeTokens
+from ..records.records import Runs, Streaming
 
 Loop = Callable[..., Iterator[Step]]
 """A decode loop, with the parameters of `generate`."""
@@ -65,7 +64,6 @@ class Generation:
             accepted_histogram=[accepted.count(length) for length in range(max(accepted, default=-1) + 1)],
             num_draft_tokens=sum(step.num_nodes for step, _ in row_steps),
             drawn=any(step.drawn for step, _ in row_steps),
-            tree_tokens=_tree_tokens(row_steps),
             accepted_origins=Counter(
                 origin for step, index in row_steps if step.origins is not None for origin in step.origins[index]
             ),
@@ -92,8 +90,6 @@ class TimedAnswer:
     num_draft_tokens: int
     """Draft tokens that the target read for this row, padding included."""
     drawn: bool
-    tree_tokens: TreeTokens
-    """Counts for each verify step; empty unless phases were timed."""
     accepted_origins: Mapping[int, int]
     """Accepted draft tokens by their sources (`DraftTree.origins`); empty for trees of one source."""
 
@@ -110,19 +106,6 @@ def answers_of(steps: Iterable[Step]) -> list[list[int]]:
         for row, tokens in zip(step.rows, step.tokens, strict=True):
             answers[row] += tokens
     return list(answers.values())
-
-
-def _tree_tokens(row_steps: Sequence[tuple[Step, int]]) -> TreeTokens:
-    """Count the draft tokens that merged prefixes save and padding adds, for one row.
-
-    Each pair of `row_steps` has a step and the row's index in it.
-    """
-    counts = [(tree_tokens(*step.links), index, step.num_nodes) for step, index in row_steps if step.links is not None]
-    return TreeTokens(
-        shared=[int(shared[index]) for (shared, _), index, _ in counts],
-        separate=[int(separate[index]) for (_, separate), index, _ in counts],
-        read=[num_read for _, _, num_read in counts],
-    )
 
 
 def time_generation(

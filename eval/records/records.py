@@ -31,22 +31,6 @@ GroupKey = tuple[str, float, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TreeTokens:
-    """Draft tokens of each verify step.
-
-    They show what merging shared prefixes saves, and what padding costs.
-    """
-
-    separate: list[int]
-    """Tokens of the tree's paths, without padding; shared prefixes count once for each path."""
-    shared: list[int]
-    """Tokens of the tree, without padding."""
-    read: list[int]
-    """Tokens that the target read for this row, padding included. A row is padded to the largest
-    tree of its batch, or to the one shape that trees have in all steps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Streaming:
     """Counts of a target with a memory budget over a batch's decoding, prefill included.
 
@@ -149,8 +133,6 @@ class EvalRecord:
     environment_digest: str
     config_digest: str
     seed: int
-    tree_tokens: TreeTokens | None
-    """None unless profiled."""
     processor_seconds: float | None
     """Processor seconds of all threads of the process, over the batch's whole decoding, prefill
     included; None for a target in stages, whose other processes aren't counted."""
@@ -164,21 +146,18 @@ class EvalRecord:
     """Counts of the weights that were read; None for a target that is in memory."""
     runs: Runs | None
     """Counts of the target's passes; None for a target without stages."""
+    tree_tokens: Any = None
+    """Counts that earlier versions recorded; nothing reads them."""
 
     def __post_init__(self) -> None:
-        counts = self.tree_tokens or TreeTokens(separate=[], shared=[], read=[])
         rules = {
             "all tokens but the prefill's are those of verify steps": self.num_verify_tokens == len(self.token_ids) - 1,
             "each verify step emits a token or more": self.num_steps <= self.num_verify_tokens,
             f"a batch has from 1 to {self.batch_size} rows": 1 <= self.num_rows <= self.batch_size,
             "times are positive": self.prefill_seconds > 0 and self.decode_seconds >= 0,
             "phases are timed exactly when profiled": self.profiled == (self.phase_seconds is not None),
-            "tree_tokens has an entry for each verify step": self.tree_tokens is None
-            or {len(counts.separate), len(counts.shared), len(counts.read)} == {self.num_steps},
             "accepted_by has all accepted draft tokens": self.accepted_by is None
             or sum(self.accepted_by.values()) == self.num_accepted,
-            "tree_tokens reads the tree or more, and num_draft_tokens in all": self.tree_tokens is None
-            or (all(map(int.__le__, counts.shared, counts.read)) and sum(counts.read) == self.num_draft_tokens),
         }
         if broken := [rule for rule, holds in rules.items() if not holds]:
             raise ValueError(f"the record contradicts itself: {'; '.join(broken)}")

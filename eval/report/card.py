@@ -94,7 +94,7 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
     merged_with = [part.name for part in parts.parts if part.folder is None]
     certificate = _read_certificate(options.certificate, saved, weights)
     is_broken_somewhere = any(is_broken(row) for rows in figures.values() for row in rows)
-    results = [result for run in runs for row in figures[run.directory] for result in hub_results(row, run, saved)]
+    results = [result for run in runs for row in figures[run.directory] for result in hub_results(row)]
     data_lines = [] if options.run is None else _data(options.run, saved, weights)
     run_data = None if options.run is None else _run_sections(options.run / "config.yaml", "")[0]
     # 3. Write the page, and the metadata that the Hub reads.
@@ -119,7 +119,7 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
         fastest=fastest_call([(run, row) for run in runs for row in figures[run.directory]], merged_with),
         has_own_template=run_data is not None and run_data.chat_template is None,
         template_arguments=code(run_data.arguments if run_data else ""),
-        measurements=[measurement(run, figures[run.directory], saved) for run in runs],
+        measurements=[measurement(run, figures[run.directory]) for run in runs],
         certificate=certificate,
         certificate_table=markdown_table(_certificate_lines(certificate), left=CERTIFICATE_HEADS) if certificate else "",
         saved=saved,

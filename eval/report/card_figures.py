@@ -1,8 +1,8 @@
-"""Figures of a model card: rows of evaluations, settings in words, and the fastest measured call."""
+"""Figures of a model card: rows of evaluations, and the fastest measured call."""
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
@@ -12,12 +12,12 @@ from huggingface_hub import EvalResult
 
 from ...data.files import read_json, sha256_file
 from ...data.paths import SEPARATOR, TRAINING_FREE_NAMES
-from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile
-from ..records.names import BASELINE, FACTS_FILE, PIPELINED, SUMMARY_FILE, setting_words, title_of
+from ...models.drafters.saved.folder import WEIGHTS_FILE
+from ..records.names import BASELINE, FACTS_FILE, SUMMARY_FILE
 from ..results.markdown import Markdown
 from ..results.notes import NOISY_NOTE, PACE_NOTE, stages_notes
 from ..results.rows import Row, decoding_name, depends_on_clock, fault, is_broken, is_lossy
-from ..results.tables import markdown_table
+from ..results.tables import cells, markdown_table
 from .card_options import require_plain_options
 from .runs import Run, cell_of, read_run
 
@@ -62,12 +62,12 @@ def rows_with(run: Run, weights: str) -> list[Row]:
     return [row for row in run.rows if methods.get(row["method"], {}).get("weights") == weights and not row["out_of_memory"]]
 
 
-def measurement(run: Run, rows: Sequence[Row], saved: DrafterFile) -> dict[str, Any]:
+def measurement(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
     """Collect the figures of one evaluation, and the environment of the measurement."""
     environment, config = run.info.environment, run.info.config
     threads = f"{environment.num_threads} thread{'s' if environment.num_threads > 1 else ''}"
     return {
-        "table": markdown_table([_line(row, run, saved) for row in rows], left=("Prompts", "Decoding", "Setting", "Identical")),
+        "table": markdown_table([_line(row, run) for row in rows], left=("Prompts", "Decoding", "Method", "Identical")),
         "device": f"{environment.cpu}, {threads}" if environment.device == "cpu" else environment.device,
         "form": "" if config["target"]["form"] == "eager" else f" ({config['target']['form']})",
         "dtype": run.info.dtype,
@@ -80,36 +80,24 @@ def measurement(run: Run, rows: Sequence[Row], saved: DrafterFile) -> dict[str, 
     }
 
 
-def _line(row: Row, run: Run, saved: DrafterFile) -> dict[str, str]:
+def _line(row: Row, run: Run) -> dict[str, str]:
     (plain,) = [
         other for other in run.rows if other["method"] == BASELINE and cell_of(other)[:-1] == cell_of(row)[:-1]
     ]  # every group of rows has one
+    texts = cells(row)
     return {
         "Prompts": f"{row['suite']} ({row['num_prompts']})",
         "Decoding": decoding_name(row),
-        "Setting": describe_setting(row, run, saved),
-        "Tokens per step": _with_interval(row["tokens_per_step"], row["tokens_per_step_ci95"]),
-        "Speedup": _speedup(row),
-        "Median (faster on)": _median(row),
-        "Tokens/s (plain)": f"{row['tokens_per_second']:.1f} ({plain['tokens_per_second']:.1f})",
-        "Identical": row["lossless_label"],
+        "Method": row["label"],
+        "Tokens per step": texts["Tok/step"],
+        "Speedup": f"none: {fault(row)}" if is_broken(row) else texts["Speedup [95 %]"],
+        "Median (faster on)": f"{texts['Median']} ({texts['Faster on']})" if row["num_compared"] else "-",
+        "Tokens/s (plain)": f"{texts['Tok/s']} ({cells(plain)['Tok/s']})",
+        "Identical": texts["Identical"],
     }
 
 
-def _speedup(row: Row) -> str:
-    if is_broken(row):
-        return f"none: {fault(row)}"
-    return _with_interval(row["speedup"], row["speedup_ci95"], "x") + ", noisy" * row["noisy"]
-
-
-def _median(row: Row) -> str:
-    compared, median = row["num_compared"], row["median_speedup"]
-    if median is None or is_broken(row):
-        return "-"
-    return f"{median:.2f}x ({row['num_faster']} of {compared})"
-
-
-def hub_results(row: Row, run: Run, saved: DrafterFile) -> list[EvalResult]:
+def hub_results(row: Row) -> list[EvalResult]:
     """Convert a row's figures to the Hub's format.
 
     The list is empty if the answers weren't the target's. A noisy speedup is left out, since the
@@ -127,58 +115,12 @@ def hub_results(row: Row, run: Run, saved: DrafterFile) -> list[EvalResult]:
             dataset_name=row["suite"],
             dataset_revision=revision or None,
             metric_type=name,
-            metric_name=f"{title}, {decoding_name(row)}, {describe_setting(row, run, saved)}",
+            metric_name=f"{title}, {decoding_name(row)}, {row['label']}",
             metric_value=round(values[name], 2),
         )
         for name, title in figures.items()
         if values[name] is not None and not (name == "speedup" and row["noisy"])
     ]
-
-
-def _with_interval(value: float | None, interval: Sequence[float] | None, unit: str = "") -> str:
-    if value is None:
-        return "unknown"
-    return f"{value:.2f}{unit}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
-
-
-# --- settings
-
-
-def describe_setting(row: Row, run: Run, saved: DrafterFile) -> str:
-    """Describe the setting of a measurement, and options that changed after it."""
-    method = run.info.config["methods"][row["method"]]
-    if run.info.is_pipelined(row["method"]):
-        return PIPELINED
-    if method["setting"] is None:
-        return setting_words(saved.kind, {}, None)
-    config, setting = method["config"], method["setting"]
-    if isinstance(config.get(saved.kind), dict):
-        return _describe_merge(method["kind"].split("+"), config, setting, saved)
-    used = {**config, **setting}
-    changed = {name: value for name, value in used.items() if name in setting or saved.drafter.get(name) != value}
-    return setting_words(saved.kind, used, changed) or "as saved"
-
-
-def _describe_merge(parts: list[str], config: Mapping[str, Any], setting: Mapping[str, Any], saved: DrafterFile) -> str:
-    """Describe the setting of a merged tree: the other sources, its options, and the drafter's.
-
-    `config` has the options of the tree, and those of each of the `parts` under its name.
-    """
-    # 1. The options of the tree and of this drafter. The setting may have the drafter's options under
-    # its name, or beside those of the tree.
-    of_tree = {name: value for name, value in config.items() if name not in parts}
-    of_drafter = {**config[saved.kind], **setting.get(saved.kind, {})}
-    requested = {name: value for name, value in setting.items() if name != saved.kind}
-    used = {**of_drafter, **of_tree, **requested}
-    # 2. Options worth a word: those of the tree, the requested ones, and the drafter's that changed.
-    changed = {
-        name: value
-        for name, value in used.items()
-        if name in of_tree or name in setting or name in setting.get(saved.kind, {}) or saved.drafter.get(name) != value
-    }
-    words = setting_words(saved.kind, used, changed)
-    partners = " + ".join(title_of(part) for part in parts if part != saved.kind)
-    return ", ".join(filter(None, (f"merged with {partners}" if partners else "", words)))
 
 
 # --- the fastest call

@@ -10,12 +10,10 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ...data.files import atomic_write_text
-from ..records.names import BASELINE
 from ..records.run_files import Environment as EvalEnvironment
 from ..results.notes import FEW_UNITS, headline
-from ..results.rows import Row
 from .page_tables import PageSection, PageTable
-from .runs import Group, decoding, read_groups
+from .runs import Group, read_groups
 from .sections import accepted_lengths, batch_sizes, categories, results, time_split
 
 PAGE_FILE = "report.html"
@@ -42,7 +40,6 @@ class Chapter:
     differs_in: list[str]
     sections: list[PageSection]
     facts: list[tuple[str, str]]
-    absent: list[str]
 
 
 def write_report(directories: Sequence[Path], output_dir: Path) -> Path:
@@ -70,7 +67,6 @@ def render(chapters: Sequence[Chapter], folders: Sequence[str]) -> str:
 
 
 def _chapter(group: Group) -> Chapter:
-    texts = _texts()
     tables = {name: tables_of(group) for name, tables_of in SECTIONS.items()}
     return Chapter(
         title=group.title,
@@ -79,7 +75,6 @@ def _chapter(group: Group) -> Chapter:
         differs_in=group.differs_in,
         sections=[_section(name, tables[name]) for name in SECTIONS if tables[name]],
         facts=_facts(group),
-        absent=[texts[name]["absent"] for name in SECTIONS if not tables[name]],
     )
 
 
@@ -134,20 +129,5 @@ def _facts(group: Group) -> list[tuple[str, str]]:
     for run in group.runs:
         prompts = {(row["suite"], row["prompt_set_revision"][:12]) for row in run.rows}
         suites = ", ".join(f"{suite} (prompts {revision})" for suite, revision in sorted(prompts))
-        left_out = [
-            f"{row['suite']} ({decoding(row['temperature'])}, batch size {row['batch_size']}): {reasons}"
-            for row in run.rows
-            if row["method"] == BASELINE and (reasons := _left_out(row))
-        ]
-        facts.append((f"Folder {run.name}", "; ".join([suites, *left_out])))
+        facts.append((f"Folder {run.name}", suites))
     return facts
-
-
-def _left_out(row: Row) -> str:
-    """Describe which of the row's turns were skipped or truncated."""
-    reasons = []
-    if row["num_skipped"]:
-        reasons.append(f"{row['num_skipped']} turns skipped as too long")
-    if row["num_truncated"]:
-        reasons.append(f"{row['num_truncated']} plain answers ended at the token limit")
-    return ", ".join(reasons)

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..records.names import OOM
-from ..results.notes import PACE_NOTE, problems, stages_notes, too_few
-from ..results.rows import depends_on_clock, fault, is_broken, is_lossy, is_wrong, method_name, units
+from ..results.notes import PACE_NOTE, measured_notes, problems
+from ..results.rows import depends_on_clock, fault, is_broken, is_lossy, is_wrong, units
 from .page_tables import Line, PageTable, TableColumn, Value, column, number, table
 from .runs import Group, RunEntry, decoding
 
@@ -64,50 +64,22 @@ def results(group: Group) -> list[PageTable]:
             column("Tokens per step", "bar", steps, parity=1.0),
             column("Speedup", "bar", ratios, parity=1.0),
             column("Tokens/s", "bar", speeds),
+            *(TableColumn(name=name) for name in ("Median", "CPU ms/token", "Identical")),
         ]
-        # Columns that only newer summaries fill.
-        cells_of = {
-            "Median": [median(entry) for entry in entries],
-            "CPU ms/token": [processor_time(entry) for entry in entries],
-        }
-        filled = {name: values for name, values in cells_of.items() if any(value.text != "-" for value in values)}
-        columns += [*(TableColumn(name=name) for name in filled), TableColumn(name="Identical")]
-        labels = [Value(text=entry.row["lossless_label"]) for entry in entries]
-        lines = [
-            _line(entry, list(values))
-            for entry, *values in zip(entries, steps, ratios, speeds, *filled.values(), labels, strict=True)
-        ]
+        texts = [[median(entry), processor_time(entry), Value(text=entry.row["lossless_label"])] for entry in entries]
+        lines = [_line(entry, [*bars, *text]) for entry, *bars, text in zip(entries, steps, ratios, speeds, texts, strict=True)]
         tables.append(table(caption, "Method", columns, lines, _notes(entries)))
     return tables
 
 
 def _notes(entries: Sequence[RunEntry]) -> list[str]:
-    """Write the notes that explain the results."""
-    notes = []
-    if measured := [entry for entry in entries if not entry.row["out_of_memory"]]:
-        first = measured[0].row
-        notes.append(f"{first['num_prompts']} prompts, up to {first['max_new_tokens']} new tokens.{_interval_note(measured)}")
-        if first["num_batches"]:
-            notes.append(f"Median: of the speedups of single {units(first)}. CPU ms/token: processor time of all threads.")
-    notes += problems([entry.row for entry in entries])
-    notes += [PACE_NOTE] if any(depends_on_clock(entry.row) for entry in measured) else []
-    notes += stages_notes([entry.row for entry in measured])
+    """Return the notes of the terminal's table, and those on figures that need an explanation."""
+    rows = [entry.row for entry in entries]
+    notes = [*problems(rows), *measured_notes(rows), *[PACE_NOTE] * any(map(depends_on_clock, rows))]
+    notes.append(f"Median: of the speedups of single {units(rows[0])}. CPU ms/token: processor time of all threads.")
     if len({entry.run for entry in entries}) > 1:
         notes.append("From several folders: each speedup is over plain decoding in the same folder.")
     return notes
-
-
-def _interval_note(entries: Sequence[RunEntry]) -> str:
-    """Describe the units of a table's intervals, and warn if there are too few."""
-    row = entries[0].row
-    if all(entry.row["speedup_ci95"] is None and entry.row["tokens_per_step_ci95"] is None for entry in entries):
-        return ""
-    if row["batch_size"] == 1:
-        return f" Intervals: over the prompts.{too_few(row)}"
-    if row["num_batches"] == 1:
-        return " Intervals: of tokens per step over the prompts; none for the speedup, which needs more than one batch."
-    batches = f"{row['num_batches']} batches.{too_few(row)}"
-    return f" Intervals: of tokens per step over the prompts, of the speedup over {batches}"
 
 
 def _overviews(group: Group) -> list[PageTable]:
@@ -176,7 +148,7 @@ def categories(group: Group) -> list[PageTable]:
                     for name in names
                 ]
                 scale = column("", "heat", [value for line in lines for value in line.values], parity)
-                columns = [replace(scale, name=method_name(entry.row)) for entry in shown]
+                columns = [replace(scale, name=entry.row["label"]) for entry in shown]
                 tables.append(table(f"{caption}: {quantity}{part}", "Category", columns, lines))
     return tables
 

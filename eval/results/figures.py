@@ -166,9 +166,6 @@ class Figures(Losslessness, Speeds):
     """tau / (1 + rho): computed, not measured. None if there is no speedup."""
     draft_seconds_per_step: float | None
     time_split: dict[str, float] | None
-    tree_tokens: dict[str, list[float]] | None
-    """Draft tokens per step: before and after shared prefixes are merged, and as read
-    (`stats.tree_tokens`)."""
     roofline_fraction: float | None
     """Decode tokens per second over the roofline of plain decoding. A plain step reads the weights
     once for a token of every row that is not finished. None for a target in stages."""
@@ -244,7 +241,6 @@ def compute_figures(
         "ceiling": None if verdict.broken else stats.ceiling(tau, rho),
         "draft_seconds_per_step": None if is_baseline else stats.draft_seconds_per_step(profiled),
         "time_split": stats.time_split(profiled),
-        "tree_tokens": stats.tree_tokens(profiled),
         "roofline_fraction": _roofline_fraction(timed, roofline),
         **_losslessness(verdict, mismatches),
         **_speeds(plain, timed, noisy=noisy, is_broken=verdict.broken, seed=seed),

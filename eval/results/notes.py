@@ -5,8 +5,7 @@ the table, the report and the card take their notes from here. A note is one lin
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ...data.paths import TRAINING_FREE_NAMES
 from ..records.names import BASELINE, OOM, title_of
@@ -21,8 +20,8 @@ from .rows import (
     is_lossy,
     is_unproven,
     loop_share,
-    num_units,
     row_name,
+    speedup_text,
     units,
 )
 
@@ -89,7 +88,7 @@ def _trained_part(rows: Sequence[Row]) -> str:
     if not pairs:
         return ""
     row, other, trained, rest = max(pairs, key=lambda pair: (pair[0]["speedup"] or 0.0, len(pair[3])))
-    return f" What {trained} adds to {rest}: {_speed(row)} with it, {_speed(other)} without it."
+    return f" What {trained} adds to {rest}: {speedup_text(row)} with it, {speedup_text(other)} without it."
 
 
 def includes_one(row: Row) -> bool:
@@ -104,17 +103,11 @@ def _verdict(row: Row) -> str:
     drafter, separator, setting = row["label"].partition(", ")
     name = f"{drafter} ({setting})" if separator and "(" not in row["label"] else row["label"]
     # 2. The speedup, and whether it differs from plain decoding's.
-    speed = _speed(row)
+    speed = speedup_text(row) + " without interval" * (row["speedup_ci95"] is None)
     doubt = f", {NOT_DISTINGUISHABLE}" if includes_one(row) else ""
     if (row["speedup"] or 0.0) > 1:
         return f"Fastest: {speed} by {name}{doubt}"
     return f"Not faster than plain decoding: {speed} by {name} at best{doubt}"
-
-
-def _speed(row: Row) -> str:
-    """Describe the speedup and its interval."""
-    interval = "without interval" if row["speedup_ci95"] is None else "[{:.2f}, {:.2f}]".format(*row["speedup_ci95"])
-    return f"{row['speedup']:.2f}x {interval}" + ", noisy" * row["noisy"]
 
 
 def _by_unit(row: Row) -> str:
@@ -195,8 +188,8 @@ def measured_notes(rows: Sequence[Row]) -> list[str]:
             for row in measured
             if row["late_draft_seconds"]
         ]
-    if merged := merged_rows(measured):
-        result += [SOURCES_NOTE, *(f"Sources of {row_name(row)}: {shares_text(row)}." for row in merged)]
+    if sources := [f"Sources of {row_name(row)}: {shares}." for row in measured if (shares := source_shares(row))]:
+        result += [SOURCES_NOTE, *sources]
     return result
 
 
@@ -273,7 +266,7 @@ def loop_note(row: Row) -> str:
 
 def too_few(row: Row) -> str:
     """Format a warning about intervals over few prompts or batches; empty for enough of them."""
-    return f" Too few {units(row)} for a reliable interval: {num_units(row)}." if num_units(row) < FEW_UNITS else ""
+    return f" Too few {units(row)} for a reliable interval: {row['num_batches']}." if row["num_batches"] < FEW_UNITS else ""
 
 
 def group_note(row: Row) -> str:
@@ -340,33 +333,16 @@ def runs_note(row: Row) -> str:
     )
 
 
-def source_shares(values: Mapping[str, Any]) -> dict[str, float] | None:
-    """Compute the shares of the emitted tokens by source, for a row or for one of its categories.
+def source_shares(row: Row) -> str:
+    """Describe the shares of the emitted tokens by source: `ReDrafter 31 %, Suffix 20 %, several 9 %, bonus 40 %`.
 
-    The keys are the names of the sources, then SEVERAL, then BONUS. Tokens that an answer's end cut
-    off count too. Returns None for a drafter that isn't merged, and if there was no step.
+    Tokens that an answer's end cut off count too. Empty for a drafter that isn't merged, and if there was no step.
     """
-    counts = values["accepted_by"]
-    if counts is None or not (num_steps := _num_steps(values)):
-        return None
-    total = sum(counts.values()) + num_steps
-    alone = {name: count / total for name, count in counts.items() if "+" not in name}
-    together = sum(count for name, count in counts.items() if "+" in name)
-    shared = {SEVERAL: together / total} if len(alone) > 1 else {}
-    return {**alone, **shared, BONUS: num_steps / total}
-
-
-def shares_text(row: Row) -> str:
-    """Format the shares of a row: `ReDrafter 31 %, suffix 20 %, several 9 %, bonus 40 %`."""
-    shares = source_shares(row) or {}
-    return ", ".join(f"{title_of(name)} {100 * share:.0f} %" for name, share in shares.items())
-
-
-def merged_rows(rows: Sequence[Row]) -> list[Row]:
-    """Select the rows of merged drafters whose records have the sources."""
-    return [row for row in rows if source_shares(row) is not None]
-
-
-def _num_steps(values: Mapping[str, Any]) -> int:
-    """Count the verify steps of a row, or of a category."""
-    return int(values["num_steps"]) if "num_steps" in values else sum(values["accepted_histogram"])
+    counts, num_steps = row["accepted_by"], sum(row["accepted_histogram"])
+    if counts is None or not num_steps:
+        return ""
+    shares = {title_of(name): count for name, count in counts.items() if "+" not in name}
+    if len(shares) > 1:
+        shares[SEVERAL] = sum(count for name, count in counts.items() if "+" in name)
+    shares[BONUS] = num_steps
+    return ", ".join(f"{name} {100 * count / sum(shares.values()):.0f} %" for name, count in shares.items())

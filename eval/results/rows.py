@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 from typing_extensions import TypedDict  # pydantic can't read typing's before Python 3.12
 
@@ -51,6 +51,8 @@ class Conditions(TypedDict):
     """Number of layers of each of the target's stages; None for a target in one process."""
     pipelined: bool
     """Whether the drafter drafts while the stages of the target read."""
+    tree_tokens: NotRequired[Any]
+    """Percentiles that earlier versions computed; nothing reads them."""
 
 
 class Row(Conditions, Figures):
@@ -116,15 +118,16 @@ def row_name(row: Row) -> str:
     return f"{row['label']} on {row['suite']} ({decoding_name(row)})"
 
 
-def method_name(row: Row) -> str:
-    """Return the label of the row's method."""
-    return row["label"]
-
-
 def decoding_name(row: Row) -> str:
     """Describe how the row's answers were decoded: temperature and batch size."""
     name = f"temperature {row['temperature']:g}" if row["temperature"] > 0 else "greedy"
     return name if row["batch_size"] == 1 else f"{name}, batch size {row['batch_size']}"
+
+
+def speedup_text(row: Row) -> str:
+    """Describe a row's speedup with its interval, and whether it is noisy."""
+    interval = "" if row["speedup_ci95"] is None else " [{:.2f}, {:.2f}]".format(*row["speedup_ci95"])
+    return f"{row['speedup']:.2f}x{interval}" + ", noisy" * row["noisy"]
 
 
 def is_broken(row: Row) -> bool:
@@ -164,11 +167,6 @@ def is_lossy(row: Row) -> bool:
 def units(row: Row) -> str:
     """Name the units of the row's intervals: prompts, or batches of prompts."""
     return "prompts" if row["batch_size"] == 1 else "batches"
-
-
-def num_units(row: Row) -> int:
-    """Return the number of prompts, or batches of prompts, that the row's intervals are over."""
-    return row["num_batches"] or row["num_prompts"]
 
 
 def depends_on_clock(row: Row) -> bool:

@@ -20,9 +20,6 @@ Statistic = Callable[[np.ndarray], np.ndarray]
 
 NUM_RESAMPLES = 10_000
 CONFIDENCE = 0.95
-TREE_PERCENTILES = (1, 50, 99)
-"""Percentiles that the ReDrafter paper shows for the sizes of its trees (arXiv 2403.09919, figure
-6)."""
 
 
 def tokens_per_step(records: Sequence[EvalRecord]) -> float | None:
@@ -195,19 +192,6 @@ def time_split(profiled: Sequence[EvalRecord]) -> dict[str, float] | None:
         return None
     shares = {name: sum(getattr(phase, name) for phase in phases) / total for name in ("draft", "verify", "accept")}
     return {**shares, "rest": 1 - sum(shares.values())}
-
-
-def tree_tokens(profiled: Sequence[EvalRecord]) -> dict[str, list[float]] | None:
-    """Compute TREE_PERCENTILES of the draft tokens per verify step of profiled records.
-
-    The counts are `separate` (before shared prefixes are merged), `shared` (after it), and `read`
-    (padding included). Returns None if nothing is drafted.
-    """
-    counts = [record.tree_tokens for record in profiled if record.tree_tokens is not None]
-    sides = {side: [count for tree in counts for count in getattr(tree, side)] for side in ("separate", "shared", "read")}
-    if not any(sides["shared"]):
-        return None
-    return {name: [float(value) for value in np.percentile(side, TREE_PERCENTILES)] for name, side in sides.items()}
 
 
 def draft_seconds_per_step(profiled: Sequence[EvalRecord]) -> float | None:

@@ -14,7 +14,7 @@ from rich.text import Text
 from ..records.names import OOM, TABLE_FILE
 from .markdown import Markdown, escape_markdown
 from .notes import headline, measured_notes, notes, problems
-from .rows import Row, group_name, is_broken
+from .rows import Row, group_name, is_broken, speedup_text
 
 RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling", "Identical")
 READ_COLUMN = "GB/tok"
@@ -70,7 +70,7 @@ def cells(row: Row) -> dict[str, str]:
     return {
         "Tok/step": _number(row["tokens_per_step"], ".2f"),
         "Tok/s": _number(row["tokens_per_second"], ".3g" if row["budget"] else ".1f"),
-        "Speedup [95 %]": speedup_text(row),
+        "Speedup [95 %]": "-" if row["speedup"] is None else speedup_text(row),
         "Ceiling": _number(row["ceiling"], ".2f", "x"),
         "Identical": row["lossless_label"],
         READ_COLUMN: _number(row["read_gb_per_token"], ".3g"),
@@ -84,12 +84,6 @@ def cells(row: Row) -> dict[str, str]:
         **{phase.capitalize(): _number(split.get(phase), ".0%") for phase in PHASES},
         "Of roofline": _number(row["roofline_fraction"], ".0%"),
     }
-
-
-def speedup_text(row: Row) -> str:
-    """Format a row's speedup with its interval, and whether it is noisy."""
-    interval = "" if row["speedup_ci95"] is None else " [{:.2f}, {:.2f}]".format(*row["speedup_ci95"])
-    return _number(row["speedup"], ".2f", "x") + interval + ", noisy" * row["noisy"]
 
 
 def markdown_table(lines: Sequence[Mapping[str, str]], left: Collection[str]) -> Markdown:

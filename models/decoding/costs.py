@@ -89,9 +89,11 @@ class StepSeconds:
 
     def _points(self) -> list[tuple[int, float]]:
         """Return nodes and seconds of each width: measured, else borrowed, else left out."""
-        pairs = zip(self.nodes, self.measured, strict=True)
-        points = {width: (int(nodes.median), cost.median) for width, (nodes, cost) in zip(self.widths, pairs, strict=True)}
-        measured = {width: points[width] for width, cost in zip(self.widths, self.measured, strict=True) if cost.samples}
+        measured = {
+            width: (int(nodes.median), cost.median)
+            for width, nodes, cost in zip(self.widths, self.nodes, self.measured, strict=True)
+            if cost.samples
+        }
         if not self.borrowed:
             return list(measured.values())
         scale = median_low(seconds / max(self.borrowed[nodes], 1e-9) for nodes, seconds in measured.values())

@@ -277,10 +277,11 @@ class Pacer:
         """Return whether a group of sources is worth its time in this situation."""
         return self.gains[group].is_worth(situation, self.rate, self.draft[group].median)
 
-    def add_draft(self, group: int, seconds: float) -> None:
-        """Learn what the draft of a group took. A growing model has read one node: the root."""
+    def add_draft(self, group: int, seconds: float, *, grows: bool) -> None:
+        """Learn what the draft of a group took. A model that `grows` has read one node: the root."""
         self.draft[group].add(seconds)
-        self.reads[group].add_seconds(1, seconds)
+        if grows:
+            self.reads[group].add_seconds(1, seconds)
 
     def added(self, before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
         """Return what a group adds to the expected tokens at the best numbers of nodes, and these nodes' seconds."""

@@ -31,15 +31,16 @@ from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers, decoder_of
 from ..llm.tree_attention import visible_columns
 from ..llm.tree_cache import TreeCache
-from .base import CachedDrafter, CachedText, read_prompts
 from .beams import SearchTree, beam_search
 from .branches import Branches, Masks, Slots
+from .cached_drafter import CachedDrafter, CachedText, read_prompts
 from .corrections import Markov, Recurrent, lattice_search
 from .decoder_layer import make_layer, make_rotary, rotary_options, start_from_target
 from .fused_layers import FusedLayers, spread_feature_layers
 from .labels import Labels
-from .objective import Loss, Objective, score
+from .objective import Loss, Objective
 from .options import BlockConfig
+from .scoring import score
 from .vocabulary import ReducedVocabulary
 
 SLOT_STD = 0.02

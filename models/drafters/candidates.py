@@ -55,32 +55,35 @@ def tree_of(
     max_depth = depth if max_depth is None else max_depth
     assert depth <= max_depth, f"a path has {depth} nodes, and max_depth={max_depth}"
     # 2. Tokens, parents, depths and lineages, with their padding.
-    values = array("q")
-    for row in rows:
-        values.extend([*row.tokens, *[NO_NODE] * (num_nodes - len(row.tokens))])
-    for row in rows:
-        values.extend([*row.parents, *[NO_NODE] * (num_nodes - len(row.parents))])
-    for row_depths in depths:
-        values.extend([*row_depths, *[0] * (num_nodes - len(row_depths))])
-    none = array("q", [NO_NODE]) * max_depth
-    for row in rows:
-        first = len(values)
+    tokens: list[int] = []
+    parents: list[int] = []
+    levels: list[int] = []
+    lineages: list[int] = []
+    none = [NO_NODE] * max_depth
+    for row, row_depths in zip(rows, depths, strict=True):
+        num_missing = num_nodes - len(row.tokens)
+        tokens += [*row.tokens, *[NO_NODE] * num_missing]
+        parents += [*row.parents, *[NO_NODE] * num_missing]
+        levels += [*row_depths, *[0] * num_missing]
+        paths: list[list[int]] = []
         for node, parent in enumerate(row.parents):
-            start = first + parent * max_depth
-            values.append(node)
-            values.extend(none[1:] if parent == NO_NODE else values[start : start + max_depth - 1])
-        values.extend(none * (num_nodes - len(row.parents)))
+            paths.append([node] if parent == NO_NODE else [node, *paths[parent]])
+            lineages += [*paths[-1], *none[row_depths[node] :]]
+        lineages += none * num_missing
     # 3. One tensor, one transfer.
-    shape = (len(rows), num_nodes)
-    size = len(rows) * num_nodes
+    values = array("q", tokens + parents + levels + lineages)
     host = torch.frombuffer(values, dtype=torch.long) if values else torch.empty(0, dtype=torch.long)
     tensor = to_device(host, device)
+    shape, strides, size = (len(rows), num_nodes), (num_nodes, 1), len(tokens)
     return DraftTree(
-        tokens=tensor[:size].view(shape),
-        parents=tensor[size : 2 * size].view(shape),
+        tokens=tensor.as_strided(shape, strides),
+        parents=tensor.as_strided(shape, strides, size),
         max_depth=max_depth,
         origins=origins,
-        derived=(tensor[3 * size :].view(*shape, max_depth), tensor[2 * size : 3 * size].view(shape)),
+        derived=(
+            tensor.as_strided((*shape, max_depth), (num_nodes * max_depth, max_depth, 1), 3 * size),
+            tensor.as_strided(shape, strides, 2 * size),
+        ),
     )
 
 

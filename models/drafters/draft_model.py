@@ -30,13 +30,15 @@ from ..llm.hf_target import HFTarget
 from ..llm.tree_attention import attention_kinds, hidden_score, require_tree_attention
 from ..llm.tree_cache import TreeCache
 from ..machine import is_out_of_memory
-from .base import CachedDrafter, CachedText
 from .beams import SearchTree
 from .branches import Branches
+from .cached_drafter import CachedDrafter, CachedText
 from .draft_model_search import draw_tree, search_tree
 from .group_search import GroupDrawing, level_sizes
+from .growing_draft import GrowingModel
 from .labels import Labels
-from .objective import Loss, Objective, score
+from .objective import Loss, Objective
+from .scoring import score
 from .small_models import (
     DraftModelConfig,
     architecture_of,
@@ -138,6 +140,10 @@ class DraftModel(CachedDrafter):
         cache = self.reader.hand_over_cache()
         _drop_last(cache, prompts)
         return cache
+
+    def growing(self) -> GrowingModel | None:
+        """Return the model for growing trees, whose passes have many shapes."""
+        return None if self.reader.has_fixed_shapes else GrowingModel(self.reader, self.read_prompts)
 
     def _require_room(self, prompts: Prompts) -> None:
         if max(prompts.lengths) >= self.reader.context_length:

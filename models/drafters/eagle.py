@@ -23,8 +23,9 @@ from ..llm.hf_target import HFTarget
 from .decoder_layer import start_from_target
 from .feature_drafter import FeatureDrafter, TextEntries
 from .labels import Labels
-from .objective import Loss, Objective, score
+from .objective import Loss, Objective
 from .options import EagleConfig
+from .scoring import score
 
 CLASSIFICATION_WEIGHT = 0.1
 """Weight of the objective on tokens, beside the smooth L1 distance to the target's next feature (EAGLE-1,

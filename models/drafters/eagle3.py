@@ -25,8 +25,9 @@ from .decoder_layer import start_from_target
 from .feature_drafter import FeatureDrafter
 from .fused_layers import FusedLayers, default_feature_layers
 from .labels import Labels
-from .objective import Loss, Objective, score
+from .objective import Loss, Objective
 from .options import Eagle3Config
+from .scoring import score
 from .vocabulary import ReducedVocabulary
 
 

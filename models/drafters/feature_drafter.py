@@ -26,9 +26,9 @@ from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_of
 from ..llm.tree_attention import visible_columns
 from ..llm.tree_cache import TreeCache
-from .base import CachedDrafter, CachedText, read_prompts
 from .beams import SearchTree, largest
 from .branches import Branches, Entries, KeysAndValues, Masks
+from .cached_drafter import CachedDrafter, CachedText, read_prompts
 from .decoder_layer import make_layer, make_rotary, rotary_options
 from .group_search import GroupDrawing, GroupSearch, level_sizes
 from .labels import Labels

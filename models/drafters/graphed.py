@@ -12,8 +12,9 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import Counts, Prompts, TargetOutput
 from ..llm.cuda_graphs import GraphedFunction, Output, Recorder
 from ..llm.tree_cache import TreeCache
-from .base import CachedDraft, CachedDrafter, CachedText, LastStateDrafter, TrainableDrafter
+from .base import LastStateDrafter, TrainableDrafter
 from .beams import SearchTree
+from .cached_drafter import CachedDraft, CachedDrafter, CachedText
 from .merged import MergedDrafter
 
 

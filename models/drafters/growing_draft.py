@@ -10,7 +10,7 @@ Trees of a batch have rows of different shapes, so a batch drafts anew at each s
 the device once in each draft pass. Nothing here reads random numbers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from math import isnan
@@ -22,10 +22,10 @@ from torch.nn.utils.rnn import pad_sequence
 from ..decoding.growing_tree import UNREAD, GrowingTree
 from ..decoding.tree import DraftTree, chain_tree
 from ..decoding.types import MAX_UNREAD, NO_NODE, AcceptedPath, Counts, Prompts, TargetOutput
+from ..llm.hf_target import HFTarget
 from ..llm.tree_cache import TreeCache
 from .beams import largest
 from .candidates import Nodes, tree_of
-from .draft_model import DraftModel
 
 MAX_CHILDREN = 8
 """Most children of a node: the model's likeliest tokens."""
@@ -72,14 +72,17 @@ class GrowingText:
 
 
 class GrowingModel:
-    """A draft model as a source of growing trees."""
+    """A draft model as a source of growing trees.
 
-    def __init__(self, drafter: DraftModel) -> None:
-        self.drafter, self.reader = drafter, drafter.reader
+    `read_prompts` returns the reader's cache of prompts without their last tokens.
+    """
+
+    def __init__(self, reader: HFTarget, read_prompts: Callable[..., TreeCache]) -> None:
+        self.reader, self.read_prompts = reader, read_prompts
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> GrowingText:
         """Return the state after the prompts without their last tokens. Raises ValueError for a prompt that is too long."""
-        cache = self.drafter.read_prompts(prompts, max_new_tokens=max_new_tokens, max_nodes=MAX_ENTRIES)
+        cache = self.read_prompts(prompts, max_new_tokens=max_new_tokens, max_nodes=MAX_ENTRIES)
         return GrowingText(cache=cache, rows=[GrowingRow(tokens=[token]) for token in prompts.last(prompts.input_ids).tolist()])
 
     def open(self, state: GrowingText, last_tokens: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""The losses that a drafter can be trained with, by name. `objective` computes them."""
+"""The losses that a drafter can be trained with, by name. `scoring` computes them."""
 
 from enum import StrEnum, auto
 

@@ -28,9 +28,10 @@ from ..llm.hf_target import HFTarget
 from .base import LastStateDrafter
 from .beams import SearchTree, largest
 from .labels import Labels
-from .objective import HIT_RANKS, Loss, Objective, score
+from .objective import HIT_RANKS, Loss, Objective
 from .options import MedusaConfig
 from .redrafter import ResidualBlock
+from .scoring import score
 from .vocabulary import DraftVocabulary
 
 RankPath = tuple[int, ...]

@@ -24,7 +24,6 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE, AcceptedPath, Prompts, TargetOutput
 from .base import TrainableDrafter
 from .calibration import BIN_BOUNDS, MAX_SOURCES, OutcomeCounts, start_of_text
-from .draft_model import DraftModel
 from .growing_draft import GrowingModel, GrowingRow, GrowingText
 from .merging import MAX_WALKS, MergedRow, MergeWalk, Proposals, follow, grow, rows_of_search
 from .training_free import TextState, TrainingFreeDrafter
@@ -94,8 +93,7 @@ class MergeSources:
         self.named, self.max_nodes = dict(sources), max_nodes
         self.counts: OutcomeCounts = {}
         self.parts: tuple[Any, ...] = tuple(
-            GrowingModel(source) if grows and isinstance(source, DraftModel) and not source.reader.has_fixed_shapes else source
-            for source in sources.values()
+            (grows and isinstance(source, TrainableDrafter) and source.growing()) or source for source in sources.values()
         )
         self.free, self.searching, self.models = map(self._indexes, (TrainingFreeDrafter, TrainableDrafter, GrowingModel))
         self._layers = tuple(source.feature_layers for source in sources.values())

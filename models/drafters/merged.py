@@ -225,7 +225,7 @@ class MergedDrafter(Drafter[MergedState, MergedProposal]):
                     self.merge.ask(draft, index)
                 self.merge.rank(draft, floors)
                 gains = pacer.trusted(expected_tokens(draft.rows))
-                pacer.add_draft(group, self.clock() - started)
+                pacer.add_draft(group, self.clock() - started, grows=indexes[0] in draft.grown)
                 # 3. Learn what it is expected to add.
                 if not pacer.is_trial:
                     pacer.add_gain(group, situation, before, gains)

@@ -27,8 +27,9 @@ from ..llm.hf_target import HFTarget
 from .base import LastStateDrafter
 from .beams import SearchTree, beam_search, pack_survivors
 from .labels import Labels
-from .objective import Loss, Objective, score
+from .objective import Loss, Objective
 from .options import RedrafterConfig
+from .scoring import score
 from .vocabulary import ReducedVocabulary
 
 NUM_SIZES = 5

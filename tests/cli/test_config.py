@@ -353,7 +353,7 @@ def test_one_error_names_all_problems_of_variants() -> None:
 @pytest.mark.parametrize(
     ("overrides", "names"),
     [
-        (["train.steps=-3", "drafter.beam_width=0"], ["train.steps=-3", "drafter.beam_width=0"]),
+        (["train.steps=-3", "drafter.beam_width=0"], ["drafter.beam_width=0", "train.steps=-3"]),
         (["train.steps=-3", "name=a/b"], ['name="a/b"', "train.steps=-3"]),
         (
             ["train.batch_size=0", "variants.a.train.learning_rate=.nan"],

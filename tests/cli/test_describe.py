@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from outrider.cli.compose import DEMO_TARGET
 from outrider.cli.config import RunConfig
-from outrider.cli.describe import GROUPS, Option, choices, drafter_sections, recipes, sections
+from outrider.cli.describe import GROUPS, Option, choices, chosen_by, drafter_sections, sections
 from outrider.cli.help import WIDTH
 from outrider.cli.reference import OptionsOptions, RecipesOptions, options_command, recipes_command
 from outrider.models.drafters import DRAFTERS
@@ -68,10 +68,8 @@ def test_a_recipes_choices_are_those_that_it_composes(name: str) -> None:
     with initialize_config_module("outrider.conf", version_base="1.3"):
         composed = compose("config", overrides=[f"conf={name}"], return_hydra_config=True)
     chosen = composed.hydra.runtime.choices
-    recipe = recipes()[name]
-    assert {group: getattr(recipe, group) for group in GROUPS[:-1]} == {group: chosen[group] or "" for group in GROUPS[:-1]}
-    assert recipe.summary
-    assert choices("conf")[name].path == recipe.path
+    assert chosen_by(name) == {group: chosen[group] or "" for group in GROUPS[:-1]}
+    assert choices("conf")[name].summary
 
 
 def test_a_missing_default_differs_from_a_null_default() -> None:
@@ -108,7 +106,7 @@ def test_the_error_for_an_unknown_section_suggests_the_nearest(section: str, nea
 def test_recipes_are_printed_with_their_choices(capsys: pytest.CaptureFixture[str]) -> None:
     recipes_command(RecipesOptions())
     printed = capsys.readouterr().out
-    assert all(name in printed for name in recipes())
+    assert all(name in printed for name in choices("conf"))
     assert max(map(len, printed.splitlines())) <= WIDTH
     recipes_command(RecipesOptions(name="eagle3_llama3_8b"))
     assert "drafter=eagle3" in capsys.readouterr().out

@@ -117,7 +117,6 @@ def make_record() -> MakeRecord:
             "prefill_seconds": 0.25,
             "decode_seconds": 0.75,
             "phase_seconds": None,
-            "tree_tokens": None,
             "processor_seconds": None,
             "accepted_by": None,
             "pace": None,

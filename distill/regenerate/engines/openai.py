@@ -92,10 +92,14 @@ class CompletionsServer:
         self.url = str(client.base_url)
         self._client = client
         self._loop = loop
+        self._requests: set[Future[Any]] = set()
 
     def submit(self, call: Coroutine[Any, Any, T]) -> Future[T]:
         """Run `call` in the server's event loop. Cancelling the future cancels the request."""
-        return asyncio.run_coroutine_threadsafe(call, self._loop)
+        request = asyncio.run_coroutine_threadsafe(call, self._loop)
+        self._requests.add(request)
+        request.add_done_callback(self._requests.discard)
+        return request
 
     async def ask(self, path: str, kind: type[Reply], body: dict[str, Any] | None = None) -> Reply:
         """Return the server's reply; the client retries while the server is unreachable or
@@ -144,12 +148,16 @@ class CompletionsServer:
         times = "once; it" if num_tries == 1 else f"{num_tries} times; at last it"
         raise ConnectionError(f"{self.url}{path} failed {times} {problem}. {RESUME}")
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Cancel the remaining requests, and close their connections."""
-        requests = asyncio.all_tasks() - {asyncio.current_task()}
-        for request in requests:
+        # Only requests are cancelled, and they cancel what they have begun: a task of the client that is cancelled before
+        # its first step would leave a coroutine that was never awaited.
+        for request in list(self._requests):
             request.cancel()
-        await asyncio.gather(*requests, return_exceptions=True)
+        self.submit(self._close()).result()
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
         await self._client.close()
 
 
@@ -201,7 +209,7 @@ def open_server(base_url: str) -> Iterator[CompletionsServer]:
     try:
         yield server
     finally:
-        server.submit(server.close()).result()
+        server.close()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

@@ -93,10 +93,8 @@ def test_accepted_drafts_are_counted_by_source_in_records_rows_and_categories(ti
         assert list(row["by_category"]) == ["code", "prose"]
         # 2. It has the sources alone first, and the tokens that both proposed.
         assert list(counts) in ([*NAMES], [*NAMES, "prompt_lookup+suffix"])
-        shares = source_shares(row)
-        assert shares is not None
-        assert sum(shares.values()) == pytest.approx(1.0)
+        assert source_shares(row).startswith("Prompt lookup ")
     assert sum((merged[0]["accepted_by"] or {}).values()) > 0, "nothing was accepted, so nothing was tested"
     for row in rows:
         if row["method"] != "merged":
-            assert (row["accepted_by"], row["pace"], source_shares(row)) == (None, None, None)
+            assert (row["accepted_by"], row["pace"], source_shares(row)) == (None, None, "")

@@ -73,11 +73,11 @@ def test_figures_are_those_of_the_summary(tiny_drafter_dir: Path, evaluation: Pa
     assert f"| {row['speedup']:.2f}x [{low:.2f}, {high:.2f}] |" in line
     assert f"| {row['tokens_per_step']:.2f}" in line
     assert f"| {row['tokens_per_second']:.1f} ({rows['baseline']['tokens_per_second']:.1f}) |" in line
-    assert "| 3 beams of 3 |" in line
+    assert "| ReDrafter, 3 beams of 3 |" in line
     assert line.endswith("| yes |")
     (result,) = front_matter(card)["model-index"][0]["results"]
     figures = {metric["type"]: (metric["name"], metric["value"]) for metric in result["metrics"]}
-    assert figures["speedup"] == ("Speedup over plain decoding, greedy, 3 beams of 3", round(row["speedup"], 2))
+    assert figures["speedup"] == ("Speedup over plain decoding, greedy, ReDrafter, 3 beams of 3", round(row["speedup"], 2))
     assert figures["tokens_per_step"][1] == round(row["tokens_per_step"], 2)
     environment = json.loads((evaluation / "run.json").read_text())["environment"]
     assert f"Measured on {environment['cpu']}, {environment['num_threads']} thread" in card
@@ -92,42 +92,9 @@ def test_an_evaluation_of_other_weights_is_refused(tiny_drafter_dir: Path, evalu
         model_card(other, CardOptions(evaluations=[evaluation]))
 
 
-def test_the_card_names_options_changed_after_the_measurement(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
-    changed = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "changed"))
-    config = json.loads((changed / "config.json").read_text())
-    before = config["drafter"]["beam_length"]
-    config["drafter"]["beam_length"] = before + 1
-    (changed / "config.json").write_text(json.dumps(config))
-    card = model_card(changed, CardOptions(evaluations=[evaluation]))
-    (line,) = [line for line in card.splitlines() if line.startswith("| mt_bench")]
-    assert f"| 3 beams of {before} |" in line
-
-
-def test_the_card_names_the_sources_and_the_options_of_a_merged_tree(tiny_drafter_dir, evaluation, tmp_path):
-    """The row of a merge has the same weights as the row of the drafter alone."""
-    merged, _ = changed_summary(evaluation, tmp_path / "merged", pace="expected")
-    info, rows = (json.loads((merged / name).read_text()) for name in ("run.json", "summary.json"))
-    (method,) = info["config"]["methods"].values()
-    config = {**method["config"], "beam_width": 7}
-    settings = {
-        "redrafter+suffix+recycling pace=fixed": {"pace": "fixed"},
-        "redrafter+suffix redrafter={'beam_width': 5}": {"redrafter": {"beam_width": 5}},
-    }
-    for merged_key, setting in settings.items():
-        of_tree = {"tree_nodes": 31, "pace": "expected", "suffix": {"max_depth": 8}, "recycling": {}}
-        merge = {**method, "kind": merged_key.split()[0], "config": {**of_tree, "redrafter": config}, "setting": setting}
-        info["config"]["methods"][merged_key] = merge
-        rows.append({**rows[1], "method": merged_key})
-    forge_info(merged, info)
-    forge_summary(merged, rows)
-    card = model_card(tiny_drafter_dir, CardOptions(evaluations=[merged]))
-    lines = [line for line in card.splitlines() if line.startswith("| mt_bench")]
-    assert len(lines) == 3
-    assert "merged with" not in lines[0]
-    assert "| merged with Suffix + Recycling, 7 beams of 3, 31 nodes" in lines[1]
-    assert "| merged with Suffix, 5 beams of 3, 31 nodes" in lines[2]
-    assert "max_depth" not in card
-    assert "depend on the clock" in card
+def test_a_note_says_that_trees_depend_on_the_clock(tiny_drafter_dir, evaluation, tmp_path):
+    paced, _ = changed_summary(evaluation, tmp_path / "paced", pace="expected")
+    assert "depend on the clock" in model_card(tiny_drafter_dir, CardOptions(evaluations=[paced]))
     assert "depend on the clock" not in model_card(tiny_drafter_dir, CardOptions(evaluations=[evaluation]))
 
 
@@ -541,7 +508,7 @@ def test_the_card_of_a_drafter_has_the_rows_of_its_merges(tiny_target, tiny_draf
     )
     evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], tmp_path / "eval")
     options = CardOptions(evaluations=[tmp_path / "eval"])
-    assert "merged with Prompt lookup, 2 beams of 3, 40 nodes, paced" in model_card(tiny_drafter_dir, options)
+    assert "| ReDrafter + Prompt lookup, 40 nodes, paced |" in model_card(tiny_drafter_dir, options)
 
 
 NASTY = "<script>alert(1)</script> [x](javascript:y) `z`\n\n# Mine\n---"

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from outrider.eval.results.notes import merged_rows, notes, shares_text, source_shares
+from outrider.eval.results.notes import notes, source_shares
 from outrider.eval.results.rows import Row
 from outrider.eval.results.tables import MAX_NOTE_LINES, markdown, note_lines
 
@@ -31,18 +31,15 @@ def rows(make_record: MakeRecord) -> list[Row]:
 
 
 def test_shares_are_of_all_emitted_tokens_with_the_bonus_tokens_last(rows: list[Row]) -> None:
-    shares = {"redrafter": 0.3, "suffix": 0.2, "several": 0.1, "bonus": 0.4}
-    assert source_shares(rows[1]) == pytest.approx(shares)
-    assert list(source_shares(rows[1]) or {}) == list(shares)
-    assert source_shares(rows[1]["by_category"]["all"]) == pytest.approx(shares)
-    assert source_shares({"accepted_by": {"suffix": 3}, "num_steps": 1}) == {"suffix": 0.75, "bonus": 0.25}
-    assert source_shares({"accepted_by": {"suffix": 0}, "num_steps": 0}) is None
-    assert merged_rows(rows) == [rows[1]]
+    assert source_shares(rows[1]) == "ReDrafter 30 %, Suffix 20 %, several 10 %, bonus 40 %"
+    alone: Row = {**rows[1], "accepted_by": {"suffix": 120}}
+    assert source_shares(alone) == "Suffix 75 %, bonus 25 %"
+    nothing: Row = {**alone, "accepted_by": {"suffix": 0}, "accepted_histogram": []}
+    assert [source_shares(row) for row in (rows[0], nothing)] == ["", ""]
 
 
 def test_the_table_and_the_terminal_note_the_sources_and_the_pace(rows: list[Row]) -> None:
     text = "ReDrafter 30 %, Suffix 20 %, several 10 %, bonus 40 %"
-    assert shares_text(rows[1]) == text
     lines = notes(rows)
     assert [note for note in lines if text in note] == [f"Sources of ReDrafter + Suffix on mt_bench (greedy): {text}."]
     assert sum("depend on the clock" in note for note in lines) == 1

@@ -10,7 +10,7 @@ from outrider.data.fields import OPTIONS, PositiveInt
 from outrider.models.drafters.base import LastStateDrafter
 from outrider.models.drafters.beams import beam_search
 from outrider.models.drafters.labels import Labels
-from outrider.models.drafters.objective import score
+from outrider.models.drafters.scoring import score
 from outrider.models.drafters.vocabulary import DraftVocabulary
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outrider.models.drafters import objective as objective_module
-from outrider.models.drafters.objective import (
+from outrider.models.drafters import scoring
+from outrider.models.drafters.scoring import (
     CHUNK_SHARE,
     MAX_CHUNK,
     LabelRows,
@@ -44,7 +44,7 @@ def trained(num_chunks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Ten
     head, states = nn.Linear(WIDTH, VOCAB, bias=False), torch.randn(NUM_LABELS, WIDTH, requires_grad=True)
     inside, text = torch.ones(NUM_LABELS, dtype=torch.bool), torch.zeros(NUM_LABELS, dtype=torch.long)
     rows = LabelRows(torch.randint(VOCAB, (NUM_LABELS,)), inside, text, (states,))
-    monkeypatch.setattr(objective_module, "max_chunk", lambda device: NUM_LABELS // num_chunks * VOCAB)
+    monkeypatch.setattr(scoring, "max_chunk", lambda device: NUM_LABELS // num_chunks * VOCAB)
     with OperatorsOfHead() as operators:
         with torch.autocast("cpu", torch.bfloat16):
             losses = per_label_loss(partial(against_label, head), rows, VOCAB)

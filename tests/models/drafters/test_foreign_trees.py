@@ -93,7 +93,7 @@ def test_drafts_after_skipped_steps_and_foreign_trees_are_those_of_the_text(targ
 
 @pytest.mark.parametrize("drafter", ["draft_model", "eagle3"], indirect=True)
 def test_a_drafter_that_is_never_asked_reads_its_text_now_and_then(target, drafter, monkeypatch):
-    monkeypatch.setattr("outrider.models.drafters.base.MAX_UNREAD", 6)
+    monkeypatch.setattr("outrider.models.drafters.cached_drafter.MAX_UNREAD", 6)
     plain = decode(target, NullDrafter(), PROMPTS, 40)
     always, seldom = Foreign(drafter, plain, 1), Foreign(drafter, plain, 11)
     assert decode(target, always, PROMPTS, 40) == decode(target, seldom, PROMPTS, 40) == plain

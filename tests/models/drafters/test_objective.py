@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from outrider.data.types import UNKNOWN, DrafterBatch
-from outrider.models.drafters import objective as objective_module
+from outrider.models.drafters import scoring
 from outrider.models.drafters.labels import Labels, dpace_weights
 from outrider.models.drafters.losses import WEIGHTS, LossKind
-from outrider.models.drafters.objective import LOSS_DECAY, Loss, Objective, score
+from outrider.models.drafters.objective import LOSS_DECAY, Loss, Objective
+from outrider.models.drafters.scoring import score
 from outrider.models.drafters.vocabulary import DraftVocabulary
 
 VOCAB, WIDTH = 11, 6
@@ -155,7 +156,7 @@ def test_chunks_change_neither_loss_nor_gradient(kind, vocabulary, heads, monkey
     outputs = DraftVocabulary(size=VOCAB, tokens=tokens)
     results = []
     for limit in (2**26, 2 * VOCAB, 1):
-        monkeypatch.setattr(objective_module, "max_chunk", lambda device, limit=limit: limit)
+        monkeypatch.setattr(scoring, "max_chunk", lambda device, limit=limit: limit)
         torch.manual_seed(3)
         head, rows = nn.Linear(WIDTH, outputs.num_outputs), drafter_rows(labels).requires_grad_()
         objective = Objective(loss=kind, head=target_head)

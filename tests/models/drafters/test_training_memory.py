@@ -8,8 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.data.types import UNKNOWN, DrafterBatch
-from outrider.models.drafters import DRAFTERS, build_drafter, parse_drafter
-from outrider.models.drafters import objective as objective_module
+from outrider.models.drafters import DRAFTERS, build_drafter, parse_drafter, scoring
 from outrider.models.drafters.base import TrainableDrafter
 from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.objective import Objective
@@ -99,7 +98,7 @@ def test_every_kind_is_here() -> None:
 )
 def test_no_tensor_holds_all_labels_times_the_vocabulary(name, wide_target, monkeypatch):
     """This holds for every loss and teacher."""
-    monkeypatch.setattr(objective_module, "max_chunk", lambda device: CHUNK)
+    monkeypatch.setattr(scoring, "max_chunk", lambda device: CHUNK)
     drafter = make(name, wide_target)
     batch = make_batch(wide_target, drafter)
     num_positions = int(batch.positions.sum())
@@ -145,7 +144,7 @@ def test_recomputed_activations_give_the_same_bits_in_less_memory(
     name: str, wide_target: HFTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # so that the logits don't hide the layers
-    monkeypatch.setattr(objective_module, "max_chunk", lambda device: CHUNK)
+    monkeypatch.setattr(scoring, "max_chunk", lambda device: CHUNK)
     drafter = make(name, wide_target)
     batch = make_batch(wide_target, drafter)
     kept, sums, gradients = saved_bytes(drafter, batch)

@@ -1,5 +1,7 @@
 """The engine for servers with OpenAI's completions API, with a local server."""
 
+import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -265,6 +267,23 @@ def test_ctrl_c_waits_for_no_answer_and_no_retry(server, target, limits, request
     finally:
         signal.signal(signal.SIGINT, before)
     interrupter.join()
+
+
+@pytest.mark.parametrize("num_steps", range(6))
+def test_a_request_that_ends_while_it_connects_leaves_nothing_behind(num_steps: int) -> None:
+    """The client connects in a task of its own, which may not have begun."""
+
+    async def stand_still(until_closing: threading.Event) -> None:
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        until_closing.wait()
+
+    closes = threading.Event()
+    with openai.open_server("http://127.0.0.1:9/v1") as server:
+        server.submit(server.ask("models", openai._Models))
+        server.submit(stand_still(closes))
+        threading.Timer(0.05, closes.set).start()
+    gc.collect()  # a coroutine that was never awaited warns here
 
 
 def until(is_so: Callable[[], bool]) -> None:
