@@ -11,7 +11,7 @@ from typing import Any
 from ..records.names import OOM
 from ..results.notes import PACE_NOTE, measured_notes, problems
 from ..results.rows import depends_on_clock, fault, is_broken, is_lossy, is_wrong, units
-from .page_tables import Line, PageTable, TableColumn, Value, column, number, table
+from .page_tables import Line, PageTable, TableColumn, Value, column, number
 from .runs import Group, RunEntry, decoding
 
 PHASES = ("draft", "verify", "accept", "rest")
@@ -68,7 +68,7 @@ def results(group: Group) -> list[PageTable]:
         ]
         texts = [[median(entry), processor_time(entry), Value(text=entry.row["lossless_label"])] for entry in entries]
         lines = [_line(entry, [*bars, *text]) for entry, *bars, text in zip(entries, steps, ratios, speeds, texts, strict=True)]
-        tables.append(table(caption, "Method", columns, lines, _notes(entries)))
+        tables.append(PageTable(caption=caption, corner="Method", columns=columns, lines=lines, notes=_notes(entries)))
     return tables
 
 
@@ -120,7 +120,7 @@ def _overviews(group: Group) -> list[PageTable]:
             for (label, detail), values in methods.items()
         ]
         setting = next(iter(by_caption)).split(", ", 1)[1]
-        tables.append(table(f"All suites, {setting}: speedup", "Method", columns, lines))
+        tables.append(PageTable(caption=f"All suites, {setting}: speedup", corner="Method", columns=columns, lines=lines))
     return tables
 
 
@@ -149,7 +149,9 @@ def categories(group: Group) -> list[PageTable]:
                 ]
                 scale = column("", "heat", [value for line in lines for value in line.values], parity)
                 columns = [replace(scale, name=entry.row["label"]) for entry in shown]
-                tables.append(table(f"{caption}: {quantity}{part}", "Category", columns, lines))
+                tables.append(
+                    PageTable(caption=f"{caption}: {quantity}{part}", corner="Category", columns=columns, lines=lines)
+                )
     return tables
 
 
@@ -200,7 +202,9 @@ def batch_sizes(group: Group) -> list[PageTable]:
             ]
             scale = column("", "heat", [value for line in lines for value in line.values], parity=1.0)
             columns = [replace(scale, name=f"batch size {size}") for size in sizes]
-            tables.append(table(f"{suite}, {decoding(temperature)}: {name}", "Method", columns, lines))
+            tables.append(
+                PageTable(caption=f"{suite}, {decoding(temperature)}: {name}", corner="Method", columns=columns, lines=lines)
+            )
     return tables
 
 
@@ -245,7 +249,7 @@ def accepted_lengths(group: Group) -> list[PageTable]:
             TableColumn(name="Mean"),
             TableColumn(name="Steps"),
         ]
-        tables.append(table(f"{caption}: steps by accepted length", "Method", columns, lines))
+        tables.append(PageTable(caption=f"{caption}: steps by accepted length", corner="Method", columns=columns, lines=lines))
     return tables
 
 
@@ -262,7 +266,7 @@ def time_split(group: Group) -> list[PageTable]:
             lines.append(_line(entry, [*shares, Value(text="-" if seconds is None else f"{1e3 * seconds:.2f}")]))
         if lines:
             columns = [*(TableColumn(name=phase, kind="heat") for phase in PHASES), TableColumn(name="Draft ms/step")]
-            tables.append(table(f"{caption}: share of decode time", "Method", columns, lines))
+            tables.append(PageTable(caption=f"{caption}: share of decode time", corner="Method", columns=columns, lines=lines))
     return tables
 
 
