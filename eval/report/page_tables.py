@@ -80,14 +80,6 @@ class PageTable:
         return self.columns[0].kind == "heat"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageSection:
-    id: str
-    title: str
-    intro: str
-    tables: list[PageTable]
-
-
 def number(value: float | None, spec: str = ".2f", unit: str = "", ci95: Sequence[float] | None = None) -> Value:
     """Build the cell of a number and its interval; "-" for None."""
     if value is None:
