@@ -4,7 +4,7 @@ import re
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -15,6 +15,9 @@ from ..records.names import OOM, TABLE_FILE
 from .markdown import Markdown, escape_markdown
 from .notes import headline, measured_notes, notes, problems
 from .rows import Row, group_name, is_broken, speedup_text
+
+if TYPE_CHECKING:
+    from ...models.export.package import CertificateLine
 
 READ_COLUMN = "GB/tok"
 """Column of tables with a memory budget: gigabytes of weights read from files per token."""
@@ -78,6 +81,12 @@ def cells(row: Row) -> dict[str, str]:
         **{phase.capitalize(): _number(split.get(phase), ".0%") for phase in PHASES},
         "Of roofline": _number(row["roofline_fraction"], ".0%"),
     }
+
+
+def certificate_cells(line: "CertificateLine") -> dict[str, str]:
+    """Format a line of a certificate by column."""
+    verdict = "pass" if line.passed else "FAIL"
+    return {"What": line.subject, "How": line.method, "Cases": str(line.num_cases), "Result": line.result, "Verdict": verdict}
 
 
 def markdown_table(lines: Sequence[Mapping[str, str]], left: Collection[str]) -> Markdown:
