@@ -39,7 +39,7 @@ from .measure.methods import (
     methods_by_place,
     recorded_methods,
 )
-from .measure.plan import Method, Plan, Texts, answer_seed, no_prompt_fits
+from .measure.plan import Plan, Texts, answer_seed, no_prompt_fits
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .records.records import EvalRecord, RecordFile, digest_of, group_name
 from .records.run_files import RECORDED_OPTIONS, Audit, DrafterFacts, Environment, Facts, RunInfo, read_info, write_info
@@ -71,13 +71,11 @@ def evaluate(
     output_dir: Path,
     settings: Settings | None = None,
     tuned: TunedSettings | None = None,
-    others: Sequence[Method] = (),
 ) -> list[Row]:
     """Measure plain decoding and every drafter in every setting, and write all results.
 
-    `others` are further methods of the caller; `run.json` doesn't describe them. Answers that
-    `output_dir` already holds are not measured again. Raises ValueError for invalid input, and for
-    an `output_dir` with records of another evaluation.
+    Answers that `output_dir` already holds are not measured again. Raises ValueError for invalid
+    input, and for an `output_dir` with records of another evaluation.
     """
     # 1. Load what is compared: prompts and drafters.
     raise_problems(stage_problems(config, recorded_stages(target).get("stage_layers")))
@@ -96,7 +94,7 @@ def evaluate(
         # 3. Measure the answers that the records lack.
         limit = context_length(target, loaded.values())
         texts = Texts(tokenizer=tokenizer, config=config, device=target.device, context_length=limit, records=file.records)
-        methods = {place: [*ours, *others] for place, ours in methods_by_place(config, specs, loaded, target).items()}
+        methods = methods_by_place(config, specs, loaded, target)
         bench = Bench(
             target=target,
             plan=Plan(suites=suites, methods=methods, texts=texts, config=config),

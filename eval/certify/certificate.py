@@ -32,6 +32,7 @@ from ..measure.plan import Method
 from ..measure.timing import Loop, answers_of
 from ..records.run_files import Audit
 from ..results.lossless import is_exact
+from ..results.tables import certificate_cells
 from .samples import SAMPLED_TOKENS, certify_sampling
 
 logger = logging.getLogger(__name__)
@@ -246,10 +247,9 @@ def write_certificate(lines: Sequence[CertificateLine], subject: dict[str, Any],
 
 def certificate_table(lines: Sequence[CertificateLine]) -> Table:
     """Format the certificate for a terminal."""
-    table = Table("What", "How", "Cases", "Result", "Verdict")
+    table = Table(*certificate_cells(lines[0]))
     for line in lines:
-        verdict = "[green]pass[/]" if line.passed else "[bold red]FAIL[/]"
-        table.add_row(line.subject, line.method, str(line.num_cases), line.result, verdict)
+        table.add_row(*certificate_cells(line).values(), style=None if line.passed else "bold red")
     return table
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from tqdm import tqdm
 
 from ...models.decoding.acceptance import SpeculativeSampling
@@ -26,10 +26,7 @@ SAMPLED_PROMPT_TOKENS = 16
 """Last tokens of a prompt that are read, since hundreds of rows repeat them."""
 SAMPLED_BATCH_SIZE = 64
 TEXTS_PER_CELL = 16
-"""Sampled texts for each cell of the G-tests."""
-MIN_EXPECTED = 10.0
-"""Cells with fewer expected counts are pooled, because below this number the statistic is not near
-chi-squared."""
+"""Sampled texts for each cell of the G-tests. With fewer than ten the statistic is not near chi-squared."""
 
 
 def certify_sampling(label: str, target: HFTarget, method: Method, prompts: Sequence[torch.Tensor]) -> CertificateLine:
@@ -76,8 +73,8 @@ def pair_tests(quantiles: Float[torch.Tensor, "text token"]) -> list[float]:
     num_places = math.isqrt(len(quantiles) // TEXTS_PER_CELL)  # of one token; a pair has the square
     cell = (quantiles * num_places).long().clamp(max=num_places - 1)
     pairs = (cell[:, :-1] * num_places + cell[:, 1:]).unbind(1)
-    even = torch.full((num_places**2,), num_places**-2, dtype=torch.float64)
-    return [g_test(pair.bincount(minlength=len(even)), even) for pair in pairs]
+    even = torch.full((num_places**2,), len(quantiles) / num_places**2, dtype=torch.float64)
+    return [g_test(pair.bincount(minlength=len(even)).double(), even) for pair in pairs]
 
 
 def _batch_size(target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[torch.Tensor]) -> int:
@@ -93,33 +90,14 @@ def _batch_size(target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[
     return size
 
 
-def g_test(counts: Int[torch.Tensor, " cell"], probs: Float[torch.Tensor, " cell"]) -> float:
-    """Compute the p-value of these counts under `probs`.
+def g_test(counts: Float[torch.Tensor, " cell"], expected: Float[torch.Tensor, " cell"]) -> float:
+    """Compute the p-value of these counts where others are expected, ten or more in each cell.
 
     A sound sampler has a p-value below `a` with probability `a`. The likelihood-ratio statistic is
     2 sum O ln(O / E), with Williams' correction for few counts. It is chi-squared with one degree
-    of freedom less than there are cells. The rarest cells are pooled until each has at least
-    `MIN_EXPECTED` expected counts. Only `probs` decides which cells are pooled. A count where
-    `probs` is 0 gives 0.
+    of freedom less than there are cells.
     """
-    # 1. Pool the rarest cells.
-    if counts[probs == 0].any():
-        return 0.0
-    expected, order = (probs * counts.sum()).sort()
-    counts = counts[order].double()
-    num_rare = int((expected < MIN_EXPECTED).sum())
-    while num_rare and num_rare < len(expected) and expected[:num_rare].sum() < MIN_EXPECTED:
-        num_rare += 1
-    if num_rare:
-        expected, counts = (
-            torch.cat([values[:num_rare].sum(0, keepdim=True), values[num_rare:]]) for values in (expected, counts)
-        )
-
-    # 2. Compare the statistic with chi-squared.
-    freedom = len(counts) - 1
-    if not freedom:
-        return 1.0
+    freedom, total = len(counts) - 1, counts.sum()
     statistic = 2 * torch.special.xlogy(counts, counts / expected).sum()
-    total = counts.sum()
     statistic /= 1 + ((total / expected).sum() - 1) / (6 * total * freedom)  # Williams' correction
     return float(torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), statistic / 2))

@@ -7,6 +7,7 @@ of plain decoding: every step reads every weight once.
 import logging
 import os
 import platform
+import resource
 import subprocess
 import sys
 import time
@@ -82,14 +83,10 @@ def budget_facts(target: HFTarget) -> BudgetFacts | None:
     return BudgetFacts(plan=target.stream.plan.describe(), read_gbs=rate / 1e9, peak_bytes=peak_bytes(target.device))
 
 
-def peak_bytes(device: torch.device) -> int | None:
-    """Return the largest memory of the device, or of this process on a CPU; None if unknown."""
+def peak_bytes(device: torch.device) -> int:
+    """Return the largest memory of the device, or of this process on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    try:
-        import resource  # Windows has no such module
-    except ImportError:
-        return None
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

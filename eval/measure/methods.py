@@ -87,7 +87,11 @@ def method_specs(
     merges = []
     for drafter, parts in zip(drafters, all_parts, strict=True):
         requested = [{}] if tuned is not None else (settings or {}).get(drafter, config.settings)
-        chosen += _by_setting(parts, tuned[drafter]) if tuned is not None else [_spec(parts, setting) for setting in requested]
+        chosen += (
+            _by_setting(parts, tuned[drafter])
+            if tuned is not None
+            else [MethodSpec(parts=parts, setting=setting) for setting in requested]
+        )
         if config.merge and parts.with_weights:
             merged = parts.merged_with(config.merge)
             merges.append(MethodSpec(parts=merged, setting=_as_part(parts, requested[0]), option="merge"))
@@ -152,10 +156,6 @@ def _in_loops(specs: Sequence[MethodSpec], config: EvalConfig) -> list[MethodSpe
 
 def _folders(parts: DrafterParts) -> list[Path]:
     return [part.folder for part in parts.parts if part.folder is not None]
-
-
-def _spec(parts: DrafterParts, setting: dict[str, Any]) -> MethodSpec:
-    return MethodSpec(parts=parts, setting=setting)
 
 
 def _as_part(parts: DrafterParts, setting: Mapping[str, Any]) -> dict[str, Any]:

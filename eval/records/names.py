@@ -70,7 +70,7 @@ def setting_words(kind: str, options: Mapping[str, Any], setting: Mapping[str, A
     elif "pace" in setting and SEPARATOR not in kind:
         words.append("fixed pace")  # one drafter, as a merge of one
     others = {name: value for name, value in setting.items() if name not in (*SHAPE_OPTIONS, "pace")}
-    return ", ".join([*words, *(_option_words(name, value) for name, value in others.items())])
+    return ", ".join([*words, *(f"{name} {_text(value)}" for name, value in others.items())])
 
 
 def _shape_words(kind: str, options: Mapping[str, Any]) -> Iterable[str]:
@@ -87,10 +87,6 @@ def _shape_words(kind: str, options: Mapping[str, Any]) -> Iterable[str]:
         yield _counted(len(paths), "node")
     elif options.get("tree_nodes") is not None:
         yield _counted(options["tree_nodes"], "node")
-
-
-def _option_words(name: str, value: Any) -> str:
-    return f"{name} {_text(value)}"
 
 
 def _text(value: Any) -> str:

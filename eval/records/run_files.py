@@ -78,6 +78,12 @@ class Environment:
     def digest(self) -> str:
         return digest_of(dataclasses.asdict(self))
 
+    @property
+    def processor(self) -> str:
+        """What computed: an accelerator, or threads of a CPU."""
+        threads = f"{self.num_threads} thread{'s' if self.num_threads > 1 else ''}"
+        return f"{threads} of {self.cpu}" if self.device == "cpu" else self.device
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:

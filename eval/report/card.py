@@ -31,7 +31,7 @@ from ...models.export.package import Certificate, packaged_folder, read_certific
 from ..records.names import TITLES, title_of
 from ..results.markdown import Markdown, code, code_span, render
 from ..results.rows import is_broken
-from ..results.tables import markdown_table
+from ..results.tables import certificate_cells, markdown_table
 from .card_figures import fastest_call, hub_results, measurement, require_rows, unchanged
 from .card_options import TAGS, CardOptions, code_names, recorded_quantization, require_plain_options
 from .runs import read_run
@@ -41,7 +41,6 @@ PLAIN_NAME = re.compile(r"[\w][\w .@/+-]*")
 DATA_SUFFIXES = frozenset({".csv", ".gz", ".json", ".jsonl", ".parquet", ".txt", ".zst"})
 UNSERVED = frozenset({"layer.self_attn.q_norm.weight", "layer.self_attn.k_norm.weight"})
 """Weights of an EAGLE layer that no format supports."""
-CERTIFICATE_HEADS = ("What", "How", "Cases", "Result", "Verdict")
 STDLIB = "modules of Python's standard library"
 
 
@@ -93,6 +92,7 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
     figures = {run.directory: require_rows(run, weights) for run in runs}
     merged_with = [part.name for part in parts.parts if part.folder is None]
     certificate = _read_certificate(options.certificate, saved, weights)
+    lines = [certificate_cells(line) for line in certificate.lines] if certificate else []
     is_broken_somewhere = any(is_broken(row) for rows in figures.values() for row in rows)
     results = [result for run in runs for row in figures[run.directory] for result in hub_results(row)]
     data_lines = [] if options.run is None else _data(options.run, saved, weights)
@@ -121,7 +121,7 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
         template_arguments=code(run_data.arguments if run_data else ""),
         measurements=[measurement(run, figures[run.directory]) for run in runs],
         certificate=certificate,
-        certificate_table=markdown_table(_certificate_lines(certificate), left=CERTIFICATE_HEADS) if certificate else "",
+        certificate_table=markdown_table(lines, left=lines[0]) if lines else "",
         saved=saved,
         facts=facts,
         size=(drafter / WEIGHTS_FILE).stat().st_size,
@@ -176,14 +176,6 @@ def _read_certificate(path: Path | None, saved: DrafterFile, weights: str) -> Ce
             f"{path} certifies decoding with another target ({certificate.target}); give one of this drafter's target"
         )
     return certificate
-
-
-def _certificate_lines(certificate: Certificate) -> list[dict[str, str]]:
-    return [
-        dict(zip(CERTIFICATE_HEADS, (line.subject, line.method, str(line.num_cases), line.result, verdict), strict=True))
-        for line in certificate.lines
-        for verdict in ["pass" if line.passed else "FAIL"]
-    ]
 
 
 # --- the drafter, its data and its cost

@@ -65,10 +65,9 @@ def rows_with(run: Run, weights: str) -> list[Row]:
 def measurement(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
     """Collect the figures of one evaluation, and the environment of the measurement."""
     environment, config = run.info.environment, run.info.config
-    threads = f"{environment.num_threads} thread{'s' if environment.num_threads > 1 else ''}"
     return {
         "table": markdown_table([_line(row, run) for row in rows], left=("Prompts", "Decoding", "Method", "Identical")),
-        "device": f"{environment.cpu}, {threads}" if environment.device == "cpu" else environment.device,
+        "device": environment.processor,
         "form": "" if config["target"]["form"] == "eager" else f" ({config['target']['form']})",
         "dtype": run.info.dtype,
         "linears": ", linear layers in the fastest layouts for this processor" if environment.linears else "",

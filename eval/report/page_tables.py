@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 LEAST_RANGE = 1.5
 """Least ratio to plain decoding that a color scale ends at. A smaller one would paint noise."""
@@ -67,9 +67,9 @@ class PageTable:
     caption: str
     corner: str
     """Title of the column with the lines' labels."""
-    columns: list[TableColumn]
-    lines: list[Line]
-    notes: list[str] = field(default_factory=list)
+    columns: Sequence[TableColumn]
+    lines: Sequence[Line]
+    notes: Sequence[str] = ()
 
     @property
     def is_grid(self) -> bool:
@@ -78,14 +78,6 @@ class PageTable:
         Each line of other tables becomes a card there.
         """
         return self.columns[0].kind == "heat"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageSection:
-    id: str
-    title: str
-    intro: str
-    tables: list[PageTable]
 
 
 def number(value: float | None, spec: str = ".2f", unit: str = "", ci95: Sequence[float] | None = None) -> Value:
@@ -101,10 +93,3 @@ def column(name: str, kind: str, values: Sequence[Value], parity: float | None =
     """Build a column whose scale includes all its values, their intervals and the parity."""
     ends = [end for value in values for end in (value.number, value.high) if end is not None]
     return TableColumn(name=name, kind=kind, top=max([*ends, *([parity] if parity else [])], default=0.0) or 1.0, parity=parity)
-
-
-def table(
-    caption: str, corner: str, columns: Sequence[TableColumn], lines: Sequence[Line], notes: Sequence[str] = ()
-) -> PageTable:
-    assert all(len(line.values) == len(columns) for line in lines)
-    return PageTable(caption=caption, corner=corner, columns=list(columns), lines=list(lines), notes=list(notes))

@@ -11,15 +11,16 @@ from typing import Any
 from ..records.names import OOM
 from ..results.notes import PACE_NOTE, measured_notes, problems
 from ..results.rows import depends_on_clock, fault, is_broken, is_lossy, is_wrong, units
-from .page_tables import Line, PageTable, TableColumn, Value, column, number, table
+from ..results.tables import cells
+from .page_tables import Line, PageTable, TableColumn, Value, column, number
 from .runs import Group, RunEntry, decoding
 
 PHASES = ("draft", "verify", "accept", "rest")
 MAX_HISTOGRAM = 12
 """Number of accepted lengths shown separately; longer ones are summed in the last."""
-MAX_METHODS = 5
-"""Number of methods that fit the page side by side."""
-NO_MEMORY = Value(text=OOM, tone="bad")
+TEXT_COLUMNS = ("Median", "Faster on", "CPU ms/tok", "CPU speedup", "Identical")
+"""Columns of the evaluation's table that the results have too, beside their bars."""
+NO_MEMORY, NOTHING = Value(text=OOM, tone="bad"), Value(text="-")
 
 
 def speedup(entry: RunEntry) -> Value:
@@ -38,19 +39,17 @@ def speedup(entry: RunEntry) -> Value:
     return replace(value, note="not lossless", tone="bad") if is_lossy(row) else value
 
 
-def median(entry: RunEntry) -> Value:
-    """Build the cell of the median speedup and the number of prompts, or batches, that were faster."""
-    row = entry.row
-    if not (compared := row["num_compared"]):
-        return Value(text="-")
-    return replace(number(row["median_speedup"], unit="x"), note=f"faster on {row['num_faster']} of {compared}")
-
-
-def processor_time(entry: RunEntry) -> Value:
-    """Build the cell of the processor time per token, and its ratio to plain decoding's."""
-    seconds, ratio = entry.row["processor_seconds_per_token"], entry.row["processor_speedup"]
-    value = number(None if seconds is None else 1e3 * seconds)
-    return value if ratio is None or entry.is_baseline else replace(value, note=f"speedup {ratio:.2f}x")
+def _grid(
+    caption: str, corner: str, columns: Sequence[str], lines: Mapping[tuple[str, str], Sequence[Value]], parity: float | None
+) -> PageTable:
+    """Build a table whose cells share one scale of colors. The keys of its lines are label and detail."""
+    scale = column("", "heat", [value for values in lines.values() for value in values], parity)
+    return PageTable(
+        caption=caption,
+        corner=corner,
+        columns=[replace(scale, name=name) for name in columns],
+        lines=[Line(label=label, detail=detail, values=[*values]) for (label, detail), values in lines.items()],
+    )
 
 
 def results(group: Group) -> list[PageTable]:
@@ -64,11 +63,11 @@ def results(group: Group) -> list[PageTable]:
             column("Tokens per step", "bar", steps, parity=1.0),
             column("Speedup", "bar", ratios, parity=1.0),
             column("Tokens/s", "bar", speeds),
-            *(TableColumn(name=name) for name in ("Median", "CPU ms/token", "Identical")),
+            *(TableColumn(name=name) for name in TEXT_COLUMNS),
         ]
-        texts = [[median(entry), processor_time(entry), Value(text=entry.row["lossless_label"])] for entry in entries]
+        texts = [[Value(text=cells(entry.row)[name]) for name in TEXT_COLUMNS] for entry in entries]
         lines = [_line(entry, [*bars, *text]) for entry, *bars, text in zip(entries, steps, ratios, speeds, texts, strict=True)]
-        tables.append(table(caption, "Method", columns, lines, _notes(entries)))
+        tables.append(PageTable(caption=caption, corner="Method", columns=columns, lines=lines, notes=_notes(entries)))
     return tables
 
 
@@ -76,7 +75,7 @@ def _notes(entries: Sequence[RunEntry]) -> list[str]:
     """Return the notes of the terminal's table, and those on figures that need an explanation."""
     rows = [entry.row for entry in entries]
     notes = [*problems(rows), *measured_notes(rows), *[PACE_NOTE] * any(map(depends_on_clock, rows))]
-    notes.append(f"Median: of the speedups of single {units(rows[0])}. CPU ms/token: processor time of all threads.")
+    notes.append(f"Median: of the speedups of single {units(rows[0])}. CPU ms/tok: processor time of all threads.")
     if len({entry.run for entry in entries}) > 1:
         notes.append("From several folders: each speedup is over plain decoding in the same folder.")
     return notes
@@ -99,28 +98,12 @@ def _overviews(group: Group) -> list[PageTable]:
         methods: dict[tuple[str, str], dict[str, Value]] = defaultdict(dict)
         for caption, entries in by_caption.items():
             for entry in entries:
-                value = speedup(entry)
-                steps = number(entry.row["tokens_per_step"]).text
-                methods[entry.label, entry.detail][caption] = Value(
-                    text=value.text,
-                    number=value.number,
-                    note="" if entry.row["out_of_memory"] else f"{steps} a step",
-                    mark=value.mark,
-                    tone=value.tone,
-                )
-
-        # 3. The table.
+                note = "" if entry.row["out_of_memory"] else f"{number(entry.row['tokens_per_step']).text} a step"
+                methods[entry.label, entry.detail][caption] = replace(speedup(entry), note=note)
         suites = [group.suite_name(entries[0]) for entries in by_caption.values()]
-        shown = [value for values in methods.values() for value in values.values()]
-        scale = column("", "heat", shown, parity=1.0)
-        columns = [replace(scale, name=suite) for suite in suites]
-        absent = Value(text="-")
-        lines = [
-            Line(label=label, detail=detail, values=[values.get(caption, absent) for caption in by_caption])
-            for (label, detail), values in methods.items()
-        ]
         setting = next(iter(by_caption)).split(", ", 1)[1]
-        tables.append(table(f"All suites, {setting}: speedup", "Method", columns, lines))
+        lines = {method: [values.get(caption, NOTHING) for caption in by_caption] for method, values in methods.items()}
+        tables.append(_grid(f"All suites, {setting}: speedup", "Method", suites, lines, parity=1.0))
     return tables
 
 
@@ -135,21 +118,15 @@ def categories(group: Group) -> list[PageTable]:
         names = list(dict.fromkeys(name for entry in drafted for name in entry.row["by_category"]))
         if len(names) < 2:
             continue
-        for start in range(0, len(drafted), MAX_METHODS):  # as many columns as fit the page
-            shown = drafted[start : start + MAX_METHODS]
-            part = f" ({start + 1} to {start + len(shown)} of {len(drafted)} methods)" if len(drafted) > MAX_METHODS else ""
-            for quantity, value_of, parity in (("speedup", _category_speedup, 1.0), ("tokens per step", _category_steps, None)):
-                lines = [
-                    Line(
-                        label=name,
-                        detail=_counted_prompts(drafted, name),
-                        values=[value_of(entry, entry.row["by_category"].get(name)) for entry in shown],
-                    )
-                    for name in names
+        labels = [entry.row["label"] for entry in drafted]
+        for quantity, value_of, parity in (("speedup", _category_speedup, 1.0), ("tokens per step", _category_steps, None)):
+            lines = {
+                (name, _counted_prompts(drafted, name)): [
+                    value_of(entry, entry.row["by_category"].get(name)) for entry in drafted
                 ]
-                scale = column("", "heat", [value for line in lines for value in line.values], parity)
-                columns = [replace(scale, name=entry.row["label"]) for entry in shown]
-                tables.append(table(f"{caption}: {quantity}{part}", "Category", columns, lines))
+                for name in names
+            }
+            tables.append(_grid(f"{caption}: {quantity}", "Category", labels, lines, parity))
     return tables
 
 
@@ -190,17 +167,9 @@ def batch_sizes(group: Group) -> list[PageTable]:
         plain = {(entry.run, size): entry for size, entry in entries if entry.is_baseline}
         quantities = (("tokens/s of each answer", "answer_tokens_per_second"), ("tokens/s of the batch", "tokens_per_second"))
         for name, field in quantities if len(sizes) > 1 else ():
-            lines = [
-                Line(
-                    label=label,
-                    detail=detail,
-                    values=[_speed(by_size.get(size), plain, field) for size in sizes],
-                )
-                for (label, detail), by_size in methods.items()
-            ]
-            scale = column("", "heat", [value for line in lines for value in line.values], parity=1.0)
-            columns = [replace(scale, name=f"batch size {size}") for size in sizes]
-            tables.append(table(f"{suite}, {decoding(temperature)}: {name}", "Method", columns, lines))
+            lines = {method: [_speed(by_size.get(size), plain, field) for size in sizes] for method, by_size in methods.items()}
+            columns = [f"batch size {size}" for size in sizes]
+            tables.append(_grid(f"{suite}, {decoding(temperature)}: {name}", "Method", columns, lines, parity=1.0))
     return tables
 
 
@@ -245,7 +214,7 @@ def accepted_lengths(group: Group) -> list[PageTable]:
             TableColumn(name="Mean"),
             TableColumn(name="Steps"),
         ]
-        tables.append(table(f"{caption}: steps by accepted length", "Method", columns, lines))
+        tables.append(PageTable(caption=f"{caption}: steps by accepted length", corner="Method", columns=columns, lines=lines))
     return tables
 
 
@@ -262,7 +231,7 @@ def time_split(group: Group) -> list[PageTable]:
             lines.append(_line(entry, [*shares, Value(text="-" if seconds is None else f"{1e3 * seconds:.2f}")]))
         if lines:
             columns = [*(TableColumn(name=phase, kind="heat") for phase in PHASES), TableColumn(name="Draft ms/step")]
-            tables.append(table(f"{caption}: share of decode time", "Method", columns, lines))
+            tables.append(PageTable(caption=f"{caption}: share of decode time", corner="Method", columns=columns, lines=lines))
     return tables
 
 

@@ -18,7 +18,7 @@ from ...data.loops import ends_in_a_loop
 from ..records.records import BASELINE, EvalRecord
 from ..records.run_files import Roofline
 from . import stats
-from .lossless import Mismatch, Verdict, judge
+from .lossless import Mismatch, judge
 
 SLOW = 1.5
 """Largest ratio of an answer's seconds to its processor seconds, or to those of its fastest repeat;
@@ -103,26 +103,10 @@ class Speeds(TypedDict):
     noisy: bool
     """Whether too much of the time, or of plain decoding's, is of slow answers (`is_noisy`)."""
     by_category: dict[str, dict[str, Any]]
-    """Figures of each category: those of `stats.count_drafts`, the speedup and its interval."""
+    """Figures of each category (`stats.by_category`)."""
 
 
-class Losslessness(TypedDict):
-    """Figures that compare the answers of a method with plain decoding's."""
-
-    lossless: bool | None
-    """Whether every answer equals the baseline's, token for token. None where random drafts make it
-    a different sample by design."""
-    lossless_label: str
-    num_mismatched_prompts: int
-    num_within_noise: int
-    """Mismatched prompts that the audit explains by arithmetic noise (in low precision or in
-    samples)."""
-    num_unaudited: int
-    """Mismatched prompts without a known error whose audit ran out of memory."""
-    first_mismatch: dict[str, Any] | None
-
-
-class Figures(Losslessness, Speeds):
+class Figures(Speeds):
     """Figures of a method.
 
     None stands for a number that doesn't exist, or that must not be shown.
@@ -169,6 +153,17 @@ class Figures(Losslessness, Speeds):
     roofline_fraction: float | None
     """Decode tokens per second over the roofline of plain decoding. A plain step reads the weights
     once for a token of every row that is not finished. None for a target in stages."""
+    lossless: bool | None
+    """Whether every answer equals the baseline's, token for token. None where random drafts make it
+    a different sample by design."""
+    lossless_label: str
+    num_mismatched_prompts: int
+    num_within_noise: int
+    """Mismatched prompts that the audit explains by arithmetic noise (in low precision or in
+    samples)."""
+    num_unaudited: int
+    """Mismatched prompts without a known error whose audit ran out of memory."""
+    first_mismatch: dict[str, Any] | None
     out_of_memory: bool
     """Whether the method or plain decoding ran out of memory here, so that there are no figures."""
 
@@ -242,21 +237,14 @@ def compute_figures(
         "draft_seconds_per_step": None if is_baseline else stats.draft_seconds_per_step(profiled),
         "time_split": stats.time_split(profiled),
         "roofline_fraction": _roofline_fraction(timed, roofline),
-        **_losslessness(verdict, mismatches),
-        **_speeds(plain, timed, noisy=noisy, is_broken=verdict.broken, seed=seed),
-        "out_of_memory": False,
-    }
-
-
-def _losslessness(verdict: Verdict, mismatches: Sequence[Mismatch]) -> Losslessness:
-    """Compare a method's answers with plain decoding's."""
-    return {
         "lossless": False if verdict.lossy else None if verdict.by_rule and not mismatches else not mismatches,
         "lossless_label": verdict.label,
         "num_mismatched_prompts": verdict.num_mismatched,
         "num_within_noise": verdict.num_within_noise,
         "num_unaudited": verdict.num_unaudited,
         "first_mismatch": verdict.first,
+        **_speeds(plain, timed, noisy=noisy, is_broken=verdict.broken, seed=seed),
+        "out_of_memory": False,
     }
 
 

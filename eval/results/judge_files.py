@@ -9,7 +9,6 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,6 @@ logger = logging.getLogger(__name__)
 LONGEST_NAME = 120
 """Longest file name in characters; file systems allow 255 bytes."""
 NOT_IN_FILE_NAMES = re.compile(r"[^\w.=-]+")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptAnswers:
-    """A prompt with the answers to all its turns."""
-
-    prompt: Prompt
-    answers: list[str]
 
 
 def write_answers(
@@ -52,11 +43,11 @@ def write_answers(
     # 2. Write a file for each group and method.
     groups = dict.fromkeys(record.group_key for record in firsts)
     for group in groups:
-        suffix, to_text = FORMATS.get(group[0], (".jsonl", plain_answers))
+        suffix, answer_of = FORMATS.get(group[0], (".jsonl", plain_answer))
         for method in dict.fromkeys(record.method for record in firsts if record.group_key == group):
             name = names[method]
             answered = [
-                PromptAnswers(prompt=prompt, answers=[_text(record, tokenizer) for record in turns])
+                answer_of(prompt, [_text(record, tokenizer) for record in turns], name, time)
                 for prompt in prompts[group[0]]
                 if (turns := _turns(by_key, group, prompt, method))
             ]
@@ -66,59 +57,36 @@ def write_answers(
                     "FastChat's question.jsonl: --suite '{name: mt_bench, path: question.jsonl}'"
                 )
             path = directory / group_name(group) / f"{name}{suffix}"
-            atomic_write_text(path, to_text(answered, name, time))
+            atomic_write_text(path, _json_lines(answered) if suffix == ".jsonl" else _json(answered))
             if num_missing := len(prompts[group[0]]) - len(answered):
                 logger.warning("%s lacks %d prompts with turns that were too long", path, num_missing)
 
 
-def mt_bench_answers(answered: Sequence[PromptAnswers], name: str, time: float) -> str:
-    """Format a model_answer file for FastChat's llm_judge.
-
-    FastChat identifies models by the names of their files.
-    """
-    return _json_lines(
-        {
-            "question_id": int(item.prompt.id) if item.prompt.id.isdecimal() else item.prompt.id,
-            "answer_id": digest_of([name, item.prompt.id, item.answers]),
-            "model_id": name,
-            "choices": [{"index": 0, "turns": item.answers}],
-            "tstamp": time,
-        }
-        for item in answered
-    )
+def mt_bench_answer(prompt: Prompt, answers: list[str], name: str, time: float) -> dict[str, Any]:
+    """Return a line of a model_answer file for FastChat's llm_judge, which identifies models by the names of their files."""
+    return {
+        "question_id": int(prompt.id) if prompt.id.isdecimal() else prompt.id,
+        "answer_id": digest_of([name, prompt.id, answers]),
+        "model_id": name,
+        "choices": [{"index": 0, "turns": answers}],
+        "tstamp": time,
+    }
 
 
-def alpaca_eval_answers(answered: Sequence[PromptAnswers], name: str, time: float) -> str:
-    """Format a file for alpaca_eval's `--model_outputs`."""
-    outputs = [
-        {
-            "instruction": item.prompt.turns[0],
-            "output": item.answers[0],
-            "generator": name,
-            "dataset": item.prompt.category,
-        }
-        for item in answered
-    ]
-    return json.dumps(outputs, indent=2, ensure_ascii=False) + "\n"
+def alpaca_eval_answer(prompt: Prompt, answers: list[str], name: str, _: float) -> dict[str, Any]:
+    """Return an item of a file for alpaca_eval's `--model_outputs`."""
+    return {"instruction": prompt.turns[0], "output": answers[0], "generator": name, "dataset": prompt.category}
 
 
-def plain_answers(answered: Sequence[PromptAnswers], name: str, time: float) -> str:
-    """Format a line for each prompt, with its turns and their answers."""
-    return _json_lines(
-        {
-            "id": item.prompt.id,
-            "category": item.prompt.category,
-            "turns": list(item.prompt.turns),
-            "answers": item.answers,
-            "generator": name,
-        }
-        for item in answered
-    )
+def plain_answer(prompt: Prompt, answers: list[str], name: str, _: float) -> dict[str, Any]:
+    """Return a line of a prompt's turns and their answers."""
+    turns = {"turns": list(prompt.turns), "answers": answers}
+    return {"id": prompt.id, "category": prompt.category, **turns, "generator": name}
 
 
-FORMATS: dict[str, tuple[str, Callable[[Sequence[PromptAnswers], str, float], str]]] = {
-    "mt_bench": (".jsonl", mt_bench_answers),
-    "alpaca_eval": (".json", alpaca_eval_answers),
+FORMATS: dict[str, tuple[str, Callable[[Prompt, list[str], str, float], dict[str, Any]]]] = {
+    "mt_bench": (".jsonl", mt_bench_answer),
+    "alpaca_eval": (".json", alpaca_eval_answer),
 }
 """Suffix and format of a suite's files; other suites have plain files."""
 
@@ -150,6 +118,10 @@ def _turns(by_key: Mapping[Any, EvalRecord], group: GroupKey, prompt: Prompt, me
 
 def _text(record: EvalRecord, tokenizer: PreTrainedTokenizerBase) -> str:
     return str(tokenizer.decode(record.token_ids, skip_special_tokens=True))
+
+
+def _json(values: Sequence[dict[str, Any]]) -> str:
+    return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
 def _json_lines(values: Iterable[dict[str, Any]]) -> str:

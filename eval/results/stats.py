@@ -253,21 +253,14 @@ def by_category(baseline: Sequence[EvalRecord], records: Sequence[EvalRecord], *
         is_apart = all(len(categories[record.batch_key]) == 1 for record in timed)
         ratio, interval = speedup(plain, timed, seed=seed) if is_apart else (None, None)
         result[category] = {
-            **count_drafts(timed),
+            "num_prompts": num_prompts(timed),
+            "num_steps": sum(record.num_steps for record in timed),
+            "tokens_per_step": tokens_per_step(timed),
+            "accepted_by": accepted_by(timed),
             "speedup": ratio,
             "speedup_ci95": interval,
         }
     return result
-
-
-def count_drafts(records: Sequence[EvalRecord]) -> dict[str, Any]:
-    """Compute a category's figures that don't depend on times."""
-    return {
-        "num_prompts": num_prompts(records),
-        "num_steps": sum(record.num_steps for record in records),
-        "tokens_per_step": tokens_per_step(records),
-        "accepted_by": accepted_by(records),
-    }
 
 
 def num_prompts(records: Iterable[EvalRecord]) -> int:

@@ -4,7 +4,7 @@ import re
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -16,12 +16,11 @@ from .markdown import Markdown, escape_markdown
 from .notes import headline, measured_notes, notes, problems
 from .rows import Row, group_name, is_broken, speedup_text
 
-RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling", "Identical")
+if TYPE_CHECKING:
+    from ...models.export.package import CertificateLine
+
 READ_COLUMN = "GB/tok"
 """Column of tables with a memory budget: gigabytes of weights read from files per token."""
-UNIT_COLUMNS = ("Median", "Faster on", "CPU ms/tok", "CPU speedup")
-"""Columns on the speed by prompt (or by batch of prompts), and on processor time."""
-COST_COLUMNS = ("Params", "Trained s", "Draft ms", "Draft", "Verify", "Accept", "Rest", "Of roofline")
 PHASES = ("draft", "verify", "accept", "rest")
 CSV_COLUMNS = (
     *("suite", "temperature", "batch_size", "method", "label", "num_prompts", "num_turns", "num_repeats", "num_batches"),
@@ -47,14 +46,14 @@ READ_WIDTH = 8
 
 def frame(rows: Sequence[Row]) -> list[dict[str, str]]:
     """Format all rows as texts by column; "-" stands where there is no number."""
-    columns = [*RESULT_COLUMNS, *([READ_COLUMN] if rows[0]["budget"] else []), *UNIT_COLUMNS, *COST_COLUMNS]
+    has_budget = rows[0]["budget"] is not None
     return [
         {
             "Suite": row["suite"],
             "Temperature": f"{row['temperature']:g}",
             "Batch": str(row["batch_size"]),
             "Method": row["label"],
-            **{column: cells(row)[column] for column in columns},
+            **{column: text for column, text in cells(row).items() if has_budget or column != READ_COLUMN},
         }
         for row in rows
     ]
@@ -62,15 +61,13 @@ def frame(rows: Sequence[Row]) -> list[dict[str, str]]:
 
 def cells(row: Row) -> dict[str, str]:
     """Format a row's cells by column."""
-    if row["out_of_memory"]:
-        columns = (*RESULT_COLUMNS, READ_COLUMN, *UNIT_COLUMNS, *COST_COLUMNS)
-        return {**dict.fromkeys(columns, "-"), "Tok/s": OOM, "Speedup [95 %]": OOM}
     split, training, draft_seconds = row["time_split"] or {}, row["training"], row["draft_seconds_per_step"]
-    processor_seconds = row["processor_seconds_per_token"]
+    processor_seconds, speed_format = row["processor_seconds_per_token"], ".3g" if row["budget"] else ".1f"
+    none = OOM if row["out_of_memory"] else "-"
     return {
         "Tok/step": _number(row["tokens_per_step"], ".2f"),
-        "Tok/s": _number(row["tokens_per_second"], ".3g" if row["budget"] else ".1f"),
-        "Speedup [95 %]": "-" if row["speedup"] is None else speedup_text(row),
+        "Tok/s": none if row["tokens_per_second"] is None else _number(row["tokens_per_second"], speed_format),
+        "Speedup [95 %]": none if row["speedup"] is None else speedup_text(row),
         "Ceiling": _number(row["ceiling"], ".2f", "x"),
         "Identical": row["lossless_label"],
         READ_COLUMN: _number(row["read_gb_per_token"], ".3g"),
@@ -84,6 +81,12 @@ def cells(row: Row) -> dict[str, str]:
         **{phase.capitalize(): _number(split.get(phase), ".0%") for phase in PHASES},
         "Of roofline": _number(row["roofline_fraction"], ".0%"),
     }
+
+
+def certificate_cells(line: "CertificateLine") -> dict[str, str]:
+    """Format a line of a certificate by column."""
+    verdict = "pass" if line.passed else "FAIL"
+    return {"What": line.subject, "How": line.method, "Cases": str(line.num_cases), "Result": line.result, "Verdict": verdict}
 
 
 def markdown_table(lines: Sequence[Mapping[str, str]], left: Collection[str]) -> Markdown:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,18 +30,10 @@ class Reading:
     """The token's probability; outside the top tokens, that of all others together."""
 
 
-class Reference(Protocol):
-    """Reads answers."""
-
-    def read(self, prompt: Sequence[int], replies: Sequence[Reply]) -> list[list[Reading]]:
-        """Return a reading for each token of each answer to a prompt, and for its end if a stop token ended it."""
-        ...
-
-
 class Reader:
     """Reads each different answer once."""
 
-    def __init__(self, reference: Reference) -> None:
+    def __init__(self, reference: "TargetHere | ServerThere") -> None:
         self._reference = reference
         self._known: dict[tuple[tuple[int, ...], ...], list[Reading]] = {}
 

@@ -263,33 +263,12 @@ def test_one_seed_reaches_every_section() -> None:
     assert (config.data.seed, config.train.seed, config.eval.seed) == (7, 7, 7)
 
 
-def test_a_recipe_may_name_a_suite_or_its_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "dir").mkdir()
-    (tmp_path / "dir/mine.jsonl").touch()
-    suites = run_config("eval.suites=[mt_bench,dir/mine.jsonl,{name: stdlib, limit: 3}]").eval.suites
-    assert [(suite.name, suite.path, suite.limit) for suite in suites] == [
-        ("mt_bench", None, None),
-        ("mine", "dir/mine.jsonl", None),
-        ("stdlib", None, 3),
-    ]
-
-
-def test_a_mistyped_beam_setting_is_an_error_before_the_training() -> None:
-    with raises(r"eval.settings\[0\]: the drafter redrafter has no option beam_widht"):
-        run_config("eval.settings=[{beam_widht: 4}]")
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("eval.settings=[{exit_width: 64}]", "exit_width can't be changed"),
         ("train.weight_decay=.nan", "train.weight_decay=NaN: must be a finite number"),
-        ("eval.suites=[mine.jsonl,x/mine.jsonl]", r"2 suites have the name 'mine' \(mine.jsonl, x/mine.jsonl\)"),
-        (
-            "eval.suites=[{name: stdlib, limt: 3}]",
-            r"eval.suites\[0\].limt: there is no such option; did you mean eval.suites",
-        ),
+        ("eval.settings=[{beam_widht: 4}]", r"eval.settings\[0\]: the drafter redrafter has no option beam_widht"),
         ("stages=[]", "stages=.*must not be empty"),
         ("stages=[eval,eval]", "stages=.* same value twice"),
         (

@@ -1,6 +1,6 @@
 """Descriptions of sections and options, compared with the config classes."""
 
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, fields
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -70,12 +70,6 @@ def test_a_recipes_choices_are_those_that_it_composes(name: str) -> None:
     chosen = composed.hydra.runtime.choices
     assert chosen_by(name) == {group: chosen[group] or "" for group in GROUPS[:-1]}
     assert choices("conf")[name].summary
-
-
-def test_a_missing_default_differs_from_a_null_default() -> None:
-    (option,) = (option for option in sections()["target"].options if option.name == "target.name_or_path")
-    assert option.required
-    assert option.default is MISSING
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli import main
 from outrider.cli.compose import load_recipe
 from outrider.cli.errors import (
     COMMAND_VARIABLE,
@@ -71,20 +70,6 @@ def test_other_libraries_are_silent_unless_debugging(monkeypatch: pytest.MonkeyP
     silence_libraries()
     levels = {logging.getLogger(name).level for name in NOISY_LOGGERS}
     assert levels == ({logging.ERROR} if debug == "0" else {logging.NOTSET})
-
-
-def test_ctrl_c_in_a_command_ends_it_as_in_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupt(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(main, "run_command", interrupt)
-    monkeypatch.setattr(sys, "argv", ["outrider", "tune", "--target", "x"])
-    with pytest.raises(SystemExit) as ended:
-        main.main()
-    assert ended.value.code == INTERRUPTED
-    printed = capsys.readouterr().err
-    assert printed.count("stopped by Ctrl-C") == 1
-    assert "outrider tune --target x" in printed
 
 
 def test_finished_work_is_counted_after_ctrl_c(tmp_path: Path) -> None:

@@ -110,22 +110,6 @@ def test_a_mistake_is_printed_before_a_launch(command, changes, drafter, message
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (["--batch-size", "2"], "batch_sizes is [2]: stages decode one prompt at a time; set batch_sizes=[1]"),
-        (
-            ["--decode", "pipelined", "--acceptance", "typical", "--temperature", "1"],
-            "acceptance is typical, where answers depend on drafts; set acceptance=exact, or decode=synchronous",
-        ),
-    ],
-)
-def test_a_mistake_of_an_evaluation_is_printed_before_a_launch(changes, message, demo_target_dir, monkeypatch, capsys):
-    arguments = arguments_of("eval", demo_target_dir, "--stage-layers", "4,4", *changes)
-    assert launch_of(arguments, monkeypatch) == []
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
 def test_processes_of_another_launcher_need_stages_too(demo_target_dir, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     arguments = arguments_of("eval", demo_target_dir)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.eval.certify.samples import g_test
 from outrider.models.decoding import (
     GreedyAcceptance,
     Prompts,
@@ -27,6 +26,7 @@ from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import TRAINING_FREE, NullDrafter
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 
+from ..g_tests import g_test
 from ..rules.enumerate_rules import (
     DRAWINGS,
     EXACT,

@@ -2,17 +2,20 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from outrider.data.files import sha256_json, write_json
 from outrider.eval.records.records import EvalRecord
 from outrider.eval.records.run_files import RECORDED_OPTIONS, Environment, Facts, Roofline, RunInfo
 from outrider.eval.results.lossless import Mismatch
 from outrider.eval.results.rows import Row, build_rows
+from outrider.eval.results.tables import print_table
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
@@ -77,6 +80,13 @@ def rows_of(
 ) -> list[Row]:
     """Build the rows of a run that measured these records."""
     return build_rows(records, mismatches, info or info_of(records), facts_of(records, **facts))
+
+
+def printed(rows: list[Row], width: int = 80) -> str:
+    """Return the table of these rows as a terminal shows it."""
+    screen = StringIO()
+    print_table(rows, Console(width=width, file=screen))
+    return screen.getvalue()
 
 
 @pytest.fixture

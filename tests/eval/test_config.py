@@ -28,11 +28,6 @@ def test_all_wrong_values_are_listed_at_once() -> None:
     assert problems(SuiteConfig, name="mt_bench", limit=0) == ["limit=0: must be above 0"]
 
 
-def test_a_suite_named_twice_is_refused_since_its_records_would_collide() -> None:
-    with pytest.raises(ValueError, match="2 suites have the name 'mt_bench'"):
-        EvalConfig(suites=[SuiteConfig(name="mt_bench"), SuiteConfig(name="mt_bench", limit=3)])
-
-
 def test_typical_acceptance_needs_a_temperature() -> None:
     with pytest.raises(ValueError, match="needs a temperature above 0"):
         EvalConfig(suites=[SuiteConfig(name="stdlib")], acceptance="typical")

@@ -16,9 +16,10 @@ from outrider.distill.config import DistillConfig
 from outrider.distill.label.continuations import label_continuations
 from outrider.distill.label.run import distill
 from outrider.distill.label.sampled_labels import SampledLabels
-from outrider.eval.certify.samples import g_test
 from outrider.models.decoding.sampling import Sampling, warp
 from outrider.models.llm.hf_target import HFTarget
+
+from ...g_tests import g_test
 
 LENGTHS, HORIZON = (30, 17, 1, 24), 4
 CPU = torch.device("cpu")

@@ -2,29 +2,21 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outrider.eval.config import EvalConfig, SuiteConfig
-from outrider.eval.measure.plan import Method, count_by_source
+from outrider.eval.measure.plan import count_by_source
 from outrider.eval.records.records import EvalRecord, read_records
 from outrider.eval.results.notes import source_shares
-from outrider.eval.results.rows import Row
 from outrider.eval.run import evaluate
-from outrider.models.drafters.merged import MergedConfig, MergedDrafter
-from outrider.models.drafters.registry import make_training_free
-from outrider.models.llm.hf_target import HFTarget
+from outrider.models.drafters.saved.parts import parse_drafter_name
 
 SOURCES = ("drafter", "suffix", "recycling")
 NAMES = ("prompt_lookup", "suffix")
 NEW_TOKENS = 12
-
-
-def merged_drafter(target: HFTarget, pace: str) -> MergedDrafter:
-    return MergedDrafter({name: make_training_free(name, {}, target) for name in NAMES}, MergedConfig(tree_nodes=6, pace=pace))
 
 
 def test_counts_by_source_have_each_source_alone_and_each_combination() -> None:
@@ -54,33 +46,23 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def evaluate_merged(
-    target: HFTarget, suites: Sequence[SuiteConfig], output_dir: Path, pace: str = "fixed", **changes: Any
-) -> list[Row]:
-    """Evaluate a merged drafter beside plain decoding."""
-    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "profile_prompts": 0}
-    options |= {"repeats": 1, **changes}
-    others = [Method(name="merged", label="merged", drafter=merged_drafter(target, pace))]
-    return evaluate(EvalConfig(suites=list(suites), **options), target, target.tokenizer, [], output_dir, others=others)
-
-
 def records_of(output_dir: Path, method: str) -> list[EvalRecord]:
     return [record for record in read_records(output_dir / "records.jsonl").values() if record.method == method]
 
 
 def test_accepted_drafts_are_counted_by_source_in_records_rows_and_categories(tiny_target, suite, tmp_path):
-    config = SuiteConfig(name="spec_bench", path=str(suite))
-    rows = evaluate_merged(
-        tiny_target, [config], tmp_path, "expected", batch_sizes=[3], temperatures=[0.0, 1.0], profile_prompts=1
-    )
-    merged = [row for row in rows if row["method"] == "merged"]
+    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "profile_prompts": 1, "repeats": 1}
+    options |= {"batch_sizes": [3], "temperatures": [0.0, 1.0], "settings": [{"tree_nodes": 6, "pace": "expected"}]}
+    config = EvalConfig(suites=[SuiteConfig(name="spec_bench", path=str(suite))], **options)
+    rows = evaluate(config, tiny_target, tiny_target.tokenizer, [parse_drafter_name("+".join(NAMES))], tmp_path)
+    merged = [row for row in rows if row["method"] != "baseline"]
     assert [row["temperature"] for row in merged] == [0.0, 1.0]
     for row in merged:
         assert row["lossless"] is True
         assert row["pace"] == "expected"
         # 1. The row has the sum over its records, and the sum over its categories.
         counts: Counter[str] = Counter()
-        for record in records_of(tmp_path, "merged"):
+        for record in records_of(tmp_path, row["method"]):
             assert record.pace == "expected"
             assert record.accepted_by is not None
             if record.temperature == row["temperature"] and not record.profiled:
@@ -96,5 +78,5 @@ def test_accepted_drafts_are_counted_by_source_in_records_rows_and_categories(ti
         assert source_shares(row).startswith("Prompt lookup ")
     assert sum((merged[0]["accepted_by"] or {}).values()) > 0, "nothing was accepted, so nothing was tested"
     for row in rows:
-        if row["method"] != "merged":
+        if row["method"] == "baseline":
             assert (row["accepted_by"], row["pace"], source_shares(row)) == (None, None, "")

@@ -80,7 +80,7 @@ def test_figures_are_those_of_the_summary(tiny_drafter_dir: Path, evaluation: Pa
     assert figures["speedup"] == ("Speedup over plain decoding, greedy, ReDrafter, 3 beams of 3", round(row["speedup"], 2))
     assert figures["tokens_per_step"][1] == round(row["tokens_per_step"], 2)
     environment = json.loads((evaluation / "run.json").read_text())["environment"]
-    assert f"Measured on {environment['cpu']}, {environment['num_threads']} thread" in card
+    assert f"Measured on {environment['num_threads']} thread of {environment['cpu']}, with the target" in card
 
 
 def test_an_evaluation_of_other_weights_is_refused(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:

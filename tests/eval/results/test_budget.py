@@ -1,19 +1,17 @@
 """Figures and notes of a target with a memory budget; tables without one stay as they are."""
 
 from dataclasses import replace
-from io import StringIO
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from outrider.eval.records.records import Streaming
 from outrider.eval.records.run_files import BudgetFacts, Roofline
 from outrider.eval.results.notes import notes
 from outrider.eval.results.rows import Row
-from outrider.eval.results.tables import cells, csv_table, markdown, print_table
+from outrider.eval.results.tables import cells, csv_table, markdown
 
-from ..conftest import MakeRecord, info_of, rows_of
+from ..conftest import MakeRecord, info_of, printed, rows_of
 
 ROOFLINE = Roofline(weight_bytes=2 * 10**9, bandwidth_gbs=0.5, cache_bytes=None, streamed=True)
 BUDGET = BudgetFacts(plan="36 layers: 7 stay, 29 stream (9.10 GiB a pass); 3.93 of 4.00 GiB", read_gbs=1.5, peak_bytes=5 << 30)
@@ -34,12 +32,6 @@ def rows_with(make_record: MakeRecord, streaming: Streaming | None, **options: A
     counts = None if streaming is None else replace(streaming, bytes_read=3 * 10**9)
     records = [make_record(streaming=counts and replace(counts, late_seconds=0.0)), make_record(streaming=streaming, **drafted)]
     return rows_of(records, info=info_of(records, roofline=ROOFLINE), budget=None if streaming is None else BUDGET)
-
-
-def printed(rows: list[Row]) -> str:
-    screen = StringIO()
-    print_table(rows, Console(width=80, file=screen))
-    return screen.getvalue()
 
 
 def test_bytes_per_token_count_each_batch_once(make_record: MakeRecord) -> None:

@@ -1,16 +1,13 @@
 """Figures and notes of a target in stages; tables without stages stay as they are."""
 
-from io import StringIO
 from typing import Any
-
-from rich.console import Console
 
 from outrider.eval.records.records import Runs
 from outrider.eval.results.notes import notes
 from outrider.eval.results.rows import Row
-from outrider.eval.results.tables import cells, csv_table, markdown, print_table
+from outrider.eval.results.tables import cells, csv_table, markdown
 
-from ..conftest import ROOFLINE, MakeRecord, info_of, rows_of
+from ..conftest import ROOFLINE, MakeRecord, info_of, printed, rows_of
 
 PLAIN = Runs(num_runs=2, num_entries=2, num_cancelled=0, num_cancelled_entries=0)
 COUNTS = Runs(num_runs=20, num_entries=50, num_cancelled=8, num_cancelled_entries=15)
@@ -28,12 +25,6 @@ def rows_with(make_record: MakeRecord, layers: list[int] | None) -> list[Row]:
     target = {} if layers is None else {"stage_layers": layers}
     methods = {"draft_model": {}, "draft_model pipelined": {"decode": "pipelined"}}
     return rows_of(records, info=info_of(records, roofline=ROOFLINE if layers is None else None, methods=methods, **target))
-
-
-def printed(rows: list[Row]) -> str:
-    screen = StringIO()
-    print_table(rows, Console(width=80, file=screen))
-    return screen.getvalue()
 
 
 def test_a_pipelined_method_has_no_ceiling_and_no_split(make_record: MakeRecord) -> None:

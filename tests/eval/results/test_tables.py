@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from outrider.eval.records.records import EvalRecord
 from outrider.eval.records.run_files import DrafterFacts, Roofline
@@ -19,12 +18,12 @@ from outrider.eval.results.markdown import escape_markdown
 from outrider.eval.results.notes import notes
 from outrider.eval.results.plots import plot
 from outrider.eval.results.rows import Row, is_broken
-from outrider.eval.results.tables import cells, csv_table, markdown, print_table
+from outrider.eval.results.tables import cells, csv_table, markdown
 from outrider.models.drafters.saved.folder import TrainingFacts
 from outrider.models.phases import PhaseSeconds
 
 from .. import conftest
-from ..conftest import MakeRecord, info_of
+from ..conftest import MakeRecord, info_of, printed
 
 TRAINING = TrainingFacts(
     steps=500,
@@ -181,9 +180,7 @@ def test_each_temperature_has_rows_of_its_own_in_the_order_of_the_run(records, s
     lines = notes(rows)
     assert sum("1 turns were SKIPPED" in note for note in lines) == 2
     assert any(note.startswith("mt_bench, temperature 0.7 ") for note in lines)
-    screen = StringIO()
-    print_table(rows, Console(width=110, file=screen))
-    shown = [line.strip() for line in screen.getvalue().splitlines()]
+    shown = [line.strip() for line in printed(rows, 110).splitlines()]
     assert [shown.count(f"mt_bench, {name}") for name in ("greedy", "temperature 0.7")] == [1, 1]
 
 
@@ -281,9 +278,7 @@ def test_markdown_and_terminal_show_any_name(rows: list[Row]) -> None:
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {22}
     assert r"redrafter a\|b_c/50%," in lines[3]
     assert escape_markdown("a_b _c_ *d* <e>") == r"a_b \_c\_ \*d\* \<e\>"
-    screen = StringIO()
-    print_table(rows, Console(width=300, file=screen))
-    assert "{#1} [bold]~^<i>*" in screen.getvalue()
+    assert "{#1} [bold]~^<i>*" in printed(rows, 300)
 
 
 def test_each_batch_size_has_its_lines(make_record: MakeRecord) -> None:

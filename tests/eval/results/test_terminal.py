@@ -1,15 +1,13 @@
 """The table in the terminal: 80 columns and a few lines of notes, whatever was measured."""
 
-from io import StringIO
 from typing import Any, cast
 
 import pytest
-from rich.console import Console
 
 from outrider.eval.results.rows import Row
-from outrider.eval.results.tables import MAX_NOTE_LINES, note_lines, print_table
+from outrider.eval.results.tables import MAX_NOTE_LINES, note_lines
 
-from ..conftest import MakeRecord, rows_of
+from ..conftest import MakeRecord, printed, rows_of
 
 LABELS = [
     "ReDrafter, 4 beams of 3, 5 nodes",
@@ -33,12 +31,6 @@ def rows(make_record: MakeRecord) -> list[Row]:
 
 def changed(rows: list[Row], *changes: dict[str, Any]) -> list[Row]:
     return [cast("Row", {**row, **change}) for row, change in zip(rows, changes, strict=True)]
-
-
-def printed(rows: list[Row], width: int = 80) -> str:
-    screen = StringIO()
-    print_table(rows, Console(width=width, file=screen))
-    return screen.getvalue()
 
 
 def notes_of(text: str) -> list[str]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.eval.certify.samples import g_test
+from ...g_tests import g_test
 
 UNEVEN = torch.tensor([0.5**rank for rank in range(1, 28)], dtype=torch.float64)
 DISTRIBUTIONS = {

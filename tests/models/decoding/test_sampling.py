@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from outrider.eval.certify.samples import g_test
 from outrider.models.decoding import RowSeeds, Sampling, warp
 from outrider.models.decoding.sampling import choose, draw, draw_several, flip
+
+from ...g_tests import g_test
 
 LOGITS = torch.tensor([[2.0, 0.5, 1.0, -1.0, 1.0]], dtype=torch.float64)
 ALPHA = 1e-6
