@@ -164,8 +164,6 @@ def make_step(
         is_prefill=is_prefill,
         is_adopted=is_adopted,
         seconds=seconds,
-        # Copies, since a recorded drafter overwrites its trees.
-        links=(tree.tokens.clone(), tree.parents.clone()) if seconds else None,
     )
 
 

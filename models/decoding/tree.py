@@ -145,26 +145,6 @@ def depths(lineage: Int[torch.Tensor, "batch node depth"]) -> Int[torch.Tensor, 
     return (lineage != NO_NODE).sum(-1)
 
 
-def tree_tokens(
-    tokens: Int[torch.Tensor, "batch node"], parents: Int[torch.Tensor, "batch node"]
-) -> tuple[Int[torch.Tensor, " batch"], Int[torch.Tensor, " batch"]]:
-    """Count the draft tokens of each row's tree, and those of its paths written out one by one.
-
-    The difference is the saving of merged prefixes (arXiv 2403.09919, section 3.3). A path runs
-    from the first draft token to a leaf. Neither number counts padding.
-        A ─┬─ B ─┬─ C        5 tokens as a tree; as paths A B C, A B D and A E they are 8
-           └─ E  └─ D
-    """
-    real = tokens != NO_NODE
-    # Entry 0 collects the children of the last committed token, and padding.
-    is_parent = torch.zeros_like(torch.nn.functional.pad(real, (1, 0))).scatter(1, parents + 1, True)[:, 1:]
-    depth, above = real.long(), parents
-    while bool((above != NO_NODE).any()):
-        depth = depth + (above != NO_NODE)
-        above = torch.where(above == NO_NODE, NO_NODE, parents.gather(1, above.clamp(min=0)))
-    return real.sum(1), (depth * (real & ~is_parent)).sum(1)
-
-
 def _lineage(
     tokens: Int[torch.Tensor, "batch node"], parents: Int[torch.Tensor, "batch node"], max_depth: int
 ) -> Int[torch.Tensor, "batch node depth"]:

@@ -187,8 +187,6 @@ class Step:
     end included; None if the tree has one source."""
     seconds: PhaseSeconds | None = None
     """None unless timed."""
-    links: tuple[Int[torch.Tensor, "batch node"], Int[torch.Tensor, "batch node"]] | None = None
-    """The tree's tokens and parents, for studies of trees; None unless timed."""
 
     @property
     def num_drafted(self) -> int:

@@ -5,7 +5,6 @@ import torch
 from jaxtyping import TypeCheckError
 
 from outrider.models.decoding import DraftTree, chain_tree, empty_tree
-from outrider.models.decoding.tree import tree_tokens
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.llm.tree_attention import tree_attention_mask
 
@@ -38,16 +37,6 @@ def test_padding_has_no_depth_and_no_lineage_and_is_masked():
     assert tree.depths.tolist() == [[1, 2], [1, 0]]
     assert tree.lineage[1].tolist() == [[0, -1], [-1, -1]]
     assert ancestors(tree)[1].tolist() == [[1, 0], [0, 0]]
-
-
-def test_tokens_as_a_tree_and_as_paths_are_those_of_the_docstring():
-    """A ─┬─ B ─┬─ C, D and A ─── E; a second row of A and B alone, padded."""
-    tokens = torch.tensor([[1, 2, 5, 3, 4], [1, 2, NO_NODE, NO_NODE, NO_NODE]])
-    parents = torch.tensor([[-1, 0, 0, 1, 1], [-1, -1, NO_NODE, NO_NODE, NO_NODE]])
-    shared, written_out = tree_tokens(tokens, parents)
-    assert (shared.tolist(), written_out.tolist()) == ([5, 2], [8, 2])
-    nothing = empty_tree(2, torch.device("cpu"))
-    assert [counts.tolist() for counts in tree_tokens(nothing.tokens, nothing.parents)] == [[0, 0], [0, 0]]
 
 
 def test_the_empty_tree_has_neither_nodes_nor_depth():
