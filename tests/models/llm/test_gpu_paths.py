@@ -6,7 +6,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.models.decoding import GreedyAcceptance, Prompts, empty_tree, generate
-from outrider.models.drafters import NullDrafter, base, build_drafter, parse_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, cached_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter
 from outrider.models.drafters.options import DraftModelConfig
@@ -56,7 +56,7 @@ def like_a_gpu(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(tree_attention, "has_grouped_kernel", lambda device: False)
     monkeypatch.setattr(tree_attention, "scaled_dot_product_attention", efficient)
-    for module in (tree_reader, base):
+    for module in (tree_reader, cached_drafter):
         monkeypatch.setattr(module, "extent_step", lambda device, *, is_fixed: STEP)
     return calls
 
