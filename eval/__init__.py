@@ -2,3 +2,7 @@
 
 The reports are tables and plots.
 """
+
+from ..data import require_entry
+
+require_entry()

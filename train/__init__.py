@@ -1,1 +1,5 @@
 """Training: shards to a drafter's checkpoint."""
+
+from ..data import require_entry
+
+require_entry()
