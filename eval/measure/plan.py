@@ -294,9 +294,14 @@ class Plan:
 
     @property
     def num_answers(self) -> int:
-        """Number of answers, if all prompts fit the context."""
+        """Number of answers, without those of prompts whose first turn is too long."""
+        fitting = {
+            (suite.name, prompt.id): len(prompt.turns)
+            for suite in self.suites
+            for prompt in self.texts.fitting(suite, suite.prompts)
+        }
         return sum(
-            len(prompt.turns) * len(self.taking_part(one_pass, temperature))
+            fitting.get((one_pass.suite.name, prompt.id), 0) * len(self.taking_part(one_pass, temperature))
             for one_pass in self.passes
             for prompt in one_pass.prompts
             for temperature in self.config.temperatures

@@ -256,3 +256,29 @@ def test_variants_replace_those_of_the_base_and_one_option_changes_one_variant(t
     runs = load_recipe(str(recipe), "variants.mine.train.seed=5").drafter_runs()
     assert [run.train.seed for run in runs] == [5, 2]
     assert not load_recipe("ablation_demo", "variants={}").variants
+
+
+def test_one_error_names_all_mistakes_of_a_command_line() -> None:
+    wrong = ("train.lrn=1", "seed=x", "train.steps=many", "drafter=eagel3", "data.pth=x", "train.loss=klx", "data.limit=-3")
+    message = problems("demo", *wrong)
+    assert message.startswith("7 problem(s)")
+    for text in ("train.lrn", 'seed="x"', 'train.steps="many"', "drafter=eagel3", "data.pth", "kl_acceptance", "data.limit=-3"):
+        assert text in message
+    assert "drafter.start_from is missing" in problems("adapt")
+
+
+def test_a_mistake_is_reported_before_a_launch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["outrider run", "--launch", "one_node", "demo", "train.stepz=3"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "train.steps" in capsys.readouterr().err
+
+
+def test_the_home_directory_is_expanded_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
+        (tmp_path / name).touch()
+    suites = "eval.suites=[{name: b, path: ~/b.jsonl},~/c.jsonl]"
+    config = load_recipe("demo", "data.source=text", "data.path=~/a.jsonl", suites)
+    assert config.data.path == f"{tmp_path}/a.jsonl"
+    assert [suite.path for suite in config.eval.suites] == [f"{tmp_path}/b.jsonl", f"{tmp_path}/c.jsonl"]

@@ -408,3 +408,20 @@ def test_one_error_names_all_missing_paths_of_a_recipe() -> None:
         run_config("conf=demo", *overrides)
     with raises("2 paths don't exist"):
         run_config("conf=demo", *overrides, "stages=[eval]", "data.chat_template=null")
+
+
+def test_a_recipe_may_name_a_suite_or_its_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "dir/mine.jsonl").touch()
+    suites = run_config("eval.suites=[mt_bench,dir/mine.jsonl,{name: stdlib, limit: 3}]").eval.suites
+    assert [(suite.name, suite.path, suite.limit) for suite in suites] == [
+        ("mt_bench", None, None),
+        ("mine", "dir/mine.jsonl", None),
+        ("stdlib", None, 3),
+    ]
+
+
+def test_a_mistyped_beam_setting_is_an_error_before_the_training() -> None:
+    with raises(r"eval.settings\[0\]: the drafter redrafter has no option beam_widht"):
+        run_config("eval.settings=[{beam_widht: 4}]")

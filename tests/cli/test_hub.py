@@ -96,3 +96,13 @@ def test_no_option_takes_a_token() -> None:
     """Other users of the machine could read a token on a command line."""
     for command in ("push", "pull"):
         assert "token" not in invoke([command, "--help"]).output.replace("The token", "")
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_folder_with_unknown_files_is_refused_before_the_network(drafter: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    invoke(["package", str(drafter), "--output", str(folder)])
+    (folder / "optimizer.pt").write_bytes(b"x")
+    result = invoke(["push", str(folder), "me/drafter"])
+    assert result.exit_code == 2
+    assert "optimizer.pt (a state of training)" in result.message

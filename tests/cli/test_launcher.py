@@ -132,3 +132,19 @@ def test_a_run_is_checked_before_its_launch(demo_target_dir, monkeypatch, capsys
     assert "target.stage_layers is [4, 5], which is 9 layers" in capsys.readouterr().err
     (launched,) = launch_of([*run, "target.stage_layers=[4,4]"], monkeypatch)
     assert "outrider.train" in launched
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--batch-size", "2"], "batch_sizes is [2]: stages decode one prompt at a time; set batch_sizes=[1]"),
+        (
+            ["--decode", "pipelined", "--acceptance", "typical", "--temperature", "1"],
+            "acceptance is typical, where answers depend on drafts; set acceptance=exact, or decode=synchronous",
+        ),
+    ],
+)
+def test_a_mistake_of_an_evaluation_is_printed_before_a_launch(changes, message, demo_target_dir, monkeypatch, capsys):
+    arguments = arguments_of("eval", demo_target_dir, "--stage-layers", "4,4", *changes)
+    assert launch_of(arguments, monkeypatch) == []
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -124,3 +124,17 @@ def test_ctrl_c_counts_the_answers_that_are_kept(command: list[str], tmp_path: P
     with pytest.raises(KeyboardInterrupt, match="2 of [0-9]+ answers are kept in .*records.jsonl"):
         invoke(["eval", *command])
     assert len((tmp_path / "out" / "records.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--setting", "beam_width"], 'eval.settings[0]="beam_width": must be a mapping'),
+        (["--setting", "{beam_width: 1"], "close each bracket and quote"),
+        (["--setting", "{tree_nodes:0}"], "where 'tree_nodes:0' is one word; put a space after the colon"),
+        (["--setting", "{depth: 5}"], "the drafter redrafter has no option depth"),
+    ],
+)
+def test_an_invalid_setting_is_an_error(command: list[str], options: list[str], words: str) -> None:
+    result = invoke(["eval", *command, *options])
+    assert words in result.message

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from .conftest import DRAFTER, TRAIN
 from .resumed import assert_same_records, assert_same_weights, records
@@ -99,3 +100,21 @@ def test_sigterm_waits_for_the_write_and_one_process_resumes_for_two(tiny_target
     for ours, theirs in pairs:
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert ours["tokens_seen"] == theirs["tokens_seen"]
+
+
+def test_a_resumed_run_may_have_rounding_errors_on_a_gpu_only(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weight, gpu = torch.randn(9, 9), torch.device("cuda")
+    for name, noise in (("unbroken", 0.0), ("rounded", 1e-5), ("wrong", 0.1)):
+        save_file({"weight": weight + noise * torch.randn(9, 9)}, tmp_path / name)
+    unbroken = tmp_path / "unbroken"
+    assert_same_weights(unbroken, unbroken, CPU)
+    assert_same_weights(tmp_path / "rounded", unbroken, gpu)
+    line = {"step": 1, "loss": 2.0, "positions_seen": 3}
+    assert_same_records([line], [line], CPU)
+    assert_same_records([{**line, "loss": 2.0001}], [line], gpu)
+    for device, file, loss in ((CPU, "rounded", 2.0001), (gpu, "wrong", 2.1)):
+        with pytest.raises(AssertionError):
+            assert_same_weights(tmp_path / file, unbroken, device)
+        with pytest.raises(AssertionError):
+            assert_same_records([{**line, "loss": loss}], [line], device)

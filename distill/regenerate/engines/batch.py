@@ -79,6 +79,7 @@ class BatchDecoder:
         self.rule = GreedyAcceptance() if sampling.temperature == 0 else SpeculativeSampling(sampling=sampling)
         self.stop_ids = frozenset(target.stop_ids)
         self.rooms = [limits.room(len(request.prompt_ids)) for request in requests]
+        assert min(self.rooms) >= 1, "each prompt leaves room for an answer"
         self.tokens: list[list[int]] = [[] for _ in requests]
         self._kept: dict[int, KeptText] = {}
 

@@ -1,4 +1,4 @@
-"""Slow answers: a stall of the machine hardly changes a measured speedup."""
+"""Slow answers: a stall of the machine hardly changes a measured speedup, and the bar only goes forward."""
 
 import dataclasses
 import json
@@ -186,3 +186,51 @@ def test_profiles_are_decoded_again_too(run_tiny: Evaluate, clock: Clock, tmp_pa
     run_tiny(tmp_path, profile_prompts=2)
     assert clock.decoded.count(("0", "redrafter", 0)) == 3
     assert [record.seconds < STALL_SECONDS for record in read(tmp_path) if record.profiled] == [True] * 4
+
+
+@pytest.fixture
+def bars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Record the bars of an evaluation, with the number of answers after each update."""
+    made: list[Any] = []
+
+    class Bar(measure.tqdm):  # type: ignore[misc, type-arg]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options, disable=False)
+            made.append(SimpleNamespace(bar=self, totals=[self.total], counts=[self.n]))
+
+        def update(self, n: float | None = 1) -> bool | None:
+            result = super().update(n)
+            made[-1].totals.append(self.total)
+            made[-1].counts.append(self.n)
+            return result
+
+    monkeypatch.setattr(measure, "tqdm", Bar)
+    return made
+
+
+@pytest.mark.slow
+def test_the_bar_counts_each_answer_once_and_only_goes_forward(run_tiny, clock, bars, tmp_path):
+    """Also where answers are decoded again, and where a run is resumed."""
+    options: dict[str, Any] = {"repeats": 2, "profile_prompts": 1}
+    total = 2 * (2 * NUM_PROMPTS + 1)
+    clock.stalls = stall("3", BASELINE, attempts=9)
+
+    def interrupt(prompt: str, method: str, repeat: int, attempt: int) -> float:
+        if (prompt, method, repeat) == ("2", BASELINE, 1):
+            raise KeyboardInterrupt
+        return stall("1", BASELINE, attempts=9)(prompt, method, repeat, attempt)
+
+    clock.stalls = interrupt
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run_tiny(tmp_path, **options)
+    kept = len(read(tmp_path))
+    assert 0 < kept < total
+    assert str(caught.value).startswith(f"{kept} of {total} answers are kept in ")
+    clock.stalls = stall("1", BASELINE, attempts=9)
+    run_tiny(tmp_path, **options)
+    first, second = bars
+    assert {*first.totals, *second.totals} == {total}
+    assert (first.counts[0], second.counts[0], second.counts[-1]) == (0, kept, total)
+    for bar in bars:
+        assert bar.counts == sorted(bar.counts)
+    assert len(read(tmp_path)) == total

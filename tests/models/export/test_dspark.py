@@ -408,3 +408,10 @@ def test_a_drafter_of_another_target_is_an_error(qwen3, make_drafter, tmp_path):
     as_published(tmp_path / "a", {"lm_head.weight": qwen3.head.weight.flip(0).contiguous()}, num_target_layers=7)
     with pytest.raises(ValueError, match="has lm_head.weight that differs from the target's"):
         import_drafter(tmp_path / "a", qwen3)
+
+
+def test_a_confidence_head_of_another_width_is_an_error(qwen3, make_drafter, tmp_path):
+    export(tmp_path / "a", qwen3, make_drafter)
+    as_published(tmp_path / "a", {"confidence_head.proj.weight": torch.ones(1, H + RANK)})
+    with pytest.raises(ValueError, match=rf"confidence_head.proj.weight is \(1, {H + RANK}\), not \(1, {H}\)"):
+        import_drafter(tmp_path / "a", qwen3)
