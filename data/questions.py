@@ -2,7 +2,7 @@
 
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from .sources import OTHER_MARKS, WORD, word_runs
 
@@ -41,18 +41,21 @@ def fault_of(question: str, prefix: str = "") -> str | None:
     return None
 
 
-def near_duplicates(questions: Iterable[str]) -> list[bool]:
-    """Return for each question whether it nearly repeats an earlier one that isn't such itself."""
+def near_duplicates(questions: Sequence[str], earlier: Sequence[str] = ()) -> list[bool]:
+    """Return for each question whether it nearly repeats one before it that isn't such itself.
+
+    The `earlier` ones, which repeat nothing, come before all.
+    """
     places: dict[tuple[str, ...], list[int]] = {}
-    repeated = []
-    for number, question in enumerate(questions):
+    repeated = list[bool]()
+    for number, question in enumerate([*earlier, *questions]):
         runs = {*word_runs(question, RUN_WORDS)}
         shared = Counter(place for run in runs for place in places.get(run, ()))
         repeated.append(bool(shared) and shared.most_common(1)[0][1] > LARGEST_SHARED * len(runs))
         for run in () if repeated[-1] else runs:
             if len(known := places.setdefault(run, [])) < MOST_PLACES:
                 known.append(number)
-    return repeated
+    return repeated[len(earlier) :]
 
 
 def _scripts(text: str) -> Counter[str]:

@@ -15,7 +15,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -117,14 +117,24 @@ class SelfSource:
                 turns.append({"role": "user", "content": question})
         return turns
 
-    def records(self, examples: Sequence[AnsweredExample], dropped: Counter[str]) -> list[dict[str, Any]]:
-        """Return the conversations as records, without near-duplicates of an earlier first question."""
+    def records(self, examples: Sequence[AnsweredExample], dropped: Counter[str], asked: list[str]) -> list[dict[str, Any]]:
+        """Return the conversations as records, without near-duplicates of an earlier first question.
+
+        `asked` are the first questions of the sources before this one; those of this source join them.
+        """
         records: list[dict[str, Any]] = [
             {"id": example.id.rpartition("#")[0], "messages": self.messages(example)} for example in examples
         ]
-        repeated = near_duplicates(record["messages"][0]["content"] for record in records)
+        repeated = near_duplicates([*map(first_question, records)], asked)
         dropped[REPEATED] += sum(repeated)
-        return [record for record, again in zip(records, repeated, strict=True) if not again]
+        kept = [record for record, again in zip(records, repeated, strict=True) if not again]
+        asked += map(first_question, kept)
+        return kept
+
+
+def first_question(record: Mapping[str, Any]) -> str:
+    """Return the first question of a written record."""
+    return str(record["messages"][0]["content"])
 
 
 def require_openings(data: DataConfig, target: HFTarget) -> None:
@@ -143,6 +153,7 @@ def write_conversations(
     Raises ValueError if the folder holds another run's questions, if the target's chat template
     doesn't fit, or if no question can be used.
     """
+    asked = list[str]()
 
     def path_of(number: int, source: DataSource) -> Path:
         folder = output_dir / str(number)
@@ -160,7 +171,7 @@ def write_conversations(
         )
         path = folder.with_suffix(".jsonl")
         if accelerator.is_main_process:
-            _write_records(written, folder, path)
+            _write_records(written, folder, path, asked)
         accelerator.wait_for_everyone()
         return path
 
@@ -184,7 +195,7 @@ def sample_conversations(
 
     Sources that are written already keep their files.
     """
-    planned = list[PlannedQuestions]()
+    planned, asked = list[PlannedQuestions](), list[str]()
 
     def path_of(number: int, source: DataSource) -> Path:
         # 1. Sources that are written.
@@ -201,7 +212,7 @@ def sample_conversations(
             seconds = (time.perf_counter() - started) * len(missing) / len(sample)
         target.plain_linears()
         dropped = Counter(counts.dropped)
-        if not (kept := written.records(examples, dropped)):
+        if not (kept := written.records(examples, dropped, asked)):
             raise _useless(len(sample), dropped)
         planned.append(PlannedQuestions(num_missing=len(missing), num_sampled=len(sample), num_kept=len(kept), seconds=seconds))
         repeated = [kept[index % len(kept)] for index in range(max(1, len(written.items) * len(kept) // len(sample)))]
@@ -226,11 +237,12 @@ def with_files(data: DataConfig, path_of: Callable[[int, DataSource], Path]) -> 
     return replace(data, **{name: getattr(sources[0], name) for name in names})
 
 
-def _write_records(written: SelfSource, folder: Path, path: Path) -> None:
-    """Write the usable conversations of all shards as records, and report them."""
+def _write_records(written: SelfSource, folder: Path, path: Path, asked: list[str]) -> None:
+    """Write the usable conversations of all shards as records, and report them. For `asked` see `SelfSource.records`."""
     shards: Sequence[AnswersEntry] = answer_store(folder).load().shards
     _, dropped = total_counts(shards)
-    records = written.records([example for entry in shards for example in read_answers(folder, entry)], dropped)
+    examples = [example for entry in shards for example in read_answers(folder, entry)]
+    records = written.records(examples, dropped, asked)
     begun = len(written.items)
     if not records:
         raise _useless(begun, dropped)
@@ -244,7 +256,7 @@ def _write_records(written: SelfSource, folder: Path, path: Path) -> None:
     write_json(folder / STATS_FILE, statistics | {"sha256": hashlib.sha256(text.encode()).hexdigest()})
     logger.info("%d of %d begun conversations are used | dropped: %s", len(records), begun, describe_drops(+dropped))
     for record in records[:NUM_SHOWN]:
-        logger.info("  such as: %.160s", record["messages"][0]["content"].replace("\n", " "))
+        logger.info("  such as: %.160s", first_question(record).replace("\n", " "))
     if len(records) < FEW_KEPT * begun:
         logger.warning("that is a small part of them: lower data.question_temperature, or check data.chat_template")
 

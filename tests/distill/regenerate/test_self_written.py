@@ -140,6 +140,18 @@ def test_several_turns_alternate_and_a_prefix_begins_each_question(target: HFTar
     assert records[0]["messages"][1]["content"] in engine.prompts["self:0:0#2"]
 
 
+def test_a_question_that_repeats_one_of_another_source_is_left_out(target, engine, tmp_path):
+    engine.texts = ["How do whales sleep at sea?", "Name three rivers of Asia.", "Tell me a joke about cats."]
+    data = DataConfig(sources=[DataSource(source="self", count=2), DataSource(source="self", count=3)], max_length=400)
+    written = write(data, target, tmp_path / "questions")
+    assert questions_of(written) == engine.texts
+    statistics = read_json(tmp_path / "questions" / "1" / "stats.json")
+    assert isinstance(statistics, dict)
+    assert (statistics["num_kept"], statistics["dropped"]) == (1, {self_written.REPEATED: 2})
+    _, planned = sample_conversations(CONFIG, data, target, tmp_path / "others", tmp_path)
+    assert [sources.num_kept for sources in planned] == [2, 1]
+
+
 def test_a_prefix_with_a_mark_is_refused(target: HFTarget) -> None:
     for mark in ("<|user|>", target.tokenizer.eos_token, self_written.Opening(target).end):
         data = DataConfig(sources=[DataSource(source="self", count=3, prefix=f"How {mark}")])
