@@ -202,30 +202,38 @@ def _grouped_heads_forward(
     """Compute attention by transformers' interface, without repeating keys for each head.
 
     `query` is [batch, head, query, head_dim]; `key` and `value` have fewer heads. A mask over fewer
-    keys is one for keys in parts.
+    keys is one for keys in parts. Without a mask a single query sees all keys.
     """
     if attention_mask is not None and attention_mask.shape[3] < key.shape[2]:
         return attend_split(query, key, value, attention_mask, scaling), None
     num_groups = query.shape[1] // key.shape[1]
     special = (name for name in ("softcap", "position_bias", "cache") if kwargs.get(name) is not None)
-    if attention_mask is None or attention_mask.shape[1] != 1 or num_groups == 1 or any(special):
+    sees_all = attention_mask is None and query.is_cpu and query.shape[2] == 1
+    has_one_mask = attention_mask is not None and attention_mask.shape[1] == 1
+    if not (sees_all or has_one_mask) or num_groups == 1 or any(special):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    attend = attend_grouped if has_grouped_kernel(query.device) else attend_folded
+    attend = attend_grouped if has_grouped_kernel(query) else attend_folded
     return attend(query, key, value, attention_mask, scaling), None
 
 
-def has_grouped_kernel(device: torch.device) -> bool:
-    """Return whether the device has a fast kernel for a mask, grouped heads and few queries.
+FEW_QUERIES = 8
+"""So few queries are folded on a CPU. For more, its two kernels take the same time."""
 
-    The CPU has one. On CUDA cuDNN's kernel supports both, but makes a new plan for every shape (see
-    `turn_off_cudnn_attention`). Folding also fills a GPU's tiles better: the queries of a group's
-    heads together are one matrix product.
+
+def has_grouped_kernel(query: torch.Tensor) -> bool:
+    """Return whether the device has a fast kernel for a mask, grouped heads and these queries.
+
+    The CPU's makes a matrix product of each head's queries, which is slow for few of them, and very slow
+    for one in 16 bits: three to nine times as slow as folding, with 3 to 8 heads in a group. On CUDA cuDNN's
+    kernel supports both, but makes a new plan for every shape (see `turn_off_cudnn_attention`). Folding also
+    fills a GPU's tiles better: the queries of a group's heads together are one matrix product.
     """
-    return device.type == "cpu"
+    num_queries, is_wide = query.shape[2], query.dtype.itemsize >= 4
+    return query.device.type == "cpu" and (num_queries > FEW_QUERIES or (num_queries == 1 and is_wide))
 
 
 def attend_grouped(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
 ) -> torch.Tensor:
     """Attend with a kernel that supports grouped heads: keys have fewer heads than queries.
 
@@ -236,7 +244,7 @@ def attend_grouped(
 
 
 def attend_folded(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
 ) -> torch.Tensor:
     """Compute `attend_grouped` with a kernel that doesn't support grouped heads.
 
@@ -246,7 +254,8 @@ def attend_folded(
     batch, num_heads, num_queries, _ = query.shape
     num_groups = num_heads // key.shape[1]
     folded = query.reshape(batch, key.shape[1], num_groups * num_queries, -1)
-    output = scaled_dot_product_attention(folded, key, value, mask.repeat(1, 1, num_groups, 1), scale=scale)
+    folded_mask = None if mask is None else mask.repeat(1, 1, num_groups, 1)
+    output = scaled_dot_product_attention(folded, key, value, folded_mask, scale=scale)
     # Kernels return outputs of different layouts: CUDA's memory-efficient kernel returns [batch,
     # query, head] transposed. So dimensions are only split and moved here, never merged, and one
     # copy puts them in order.
@@ -254,7 +263,7 @@ def attend_folded(
     return output.reshape(batch, num_queries, num_heads, -1)
 
 
-# A mask is always passed when this name is used, so it needs no mask function.
+# Where this name is used a mask is passed, or there is nothing to hide: so it needs no mask function.
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _grouped_heads_forward)
 
 

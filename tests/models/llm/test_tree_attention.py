@@ -5,9 +5,20 @@ import math
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import MistralConfig, MistralForCausalLM
 
+from outrider.models.decoding import Prompts, empty_tree
+from outrider.models.decoding.tree import accepted_path
 from outrider.models.llm import tree_attention
-from outrider.models.llm.tree_attention import attend_folded, attend_grouped, hidden_score, masks_by_kind
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.tree_attention import (
+    FEW_QUERIES,
+    attend_folded,
+    attend_grouped,
+    has_grouped_kernel,
+    hidden_score,
+    masks_by_kind,
+)
 
 
 @pytest.mark.parametrize("attend", [attend_grouped, attend_folded])
@@ -20,6 +31,43 @@ def test_grouped_heads_equal_repeated_heads(attend, batch, groups, num_queries):
     repeated = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     expected = scaled_dot_product_attention(query, *repeated, mask, scale=0.3).transpose(1, 2)
     torch.testing.assert_close(attend(query, key, value, mask, 0.3), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "folded"), [(torch.bfloat16, range(1, FEW_QUERIES + 1)), (torch.float32, range(2, FEW_QUERIES + 1))]
+)
+def test_few_queries_are_folded_on_a_cpu(dtype, folded):
+    for num_queries in range(1, FEW_QUERIES + 2):
+        assert has_grouped_kernel(torch.zeros(1, 4, num_queries, 8, dtype=dtype)) is (num_queries not in folded)
+    assert not has_grouped_kernel(torch.zeros(1, 4, 40, 8, device="meta"))
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_plain_decoding_in_16_bits_is_folded_unless_a_window_hides_columns(target, window, monkeypatch):
+    """Rows of one length need no mask. Transformers makes the one of a window."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = MistralConfig(**sizes, num_attention_heads=8, num_key_value_heads=2, sliding_window=window)
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    model = MistralForCausalLM(config).eval().requires_grad_(False).to(torch.bfloat16)
+    model.set_attn_implementation("sdpa")
+    reader, extents = HFTarget(model, target.tokenizer, target.identity), list[int]()
+
+    def folded(query, key, *args):
+        extents.append(key.shape[2])
+        return attend_folded(query, key, *args)
+
+    texts = torch.randint(4, 300, (2, 20))
+    reader.prefill(Prompts.of(texts[:, :5]), max_new_tokens=15, max_nodes=0)
+    monkeypatch.setattr(tree_attention, "attend_folded", folded)
+    tree = empty_tree(2, torch.device("cpu"))
+    for place in range(5, 20):
+        logits = reader.verify(texts[:, place], tree).logits[:, 0]
+        expected = model(texts[:, : place + 1]).logits[:, -1]
+        torch.testing.assert_close(logits.float(), expected.float(), atol=0.02, rtol=0.05)
+        reader.commit(tree, accepted_path(tree, [[], []]))
+    assert len(extents) > (4 if window else 20)
+    assert window is None or max(extents) <= window
 
 
 def test_attention_with_unknown_arguments_is_left_to_transformers():
