@@ -11,7 +11,7 @@ Which one is fastest depends on the processor, the number type, the matrix and t
 So a stage that decodes times the ways, for the shapes with the most weights. Plain decoding and tree
 decoding use the same choice: otherwise a speedup over plain decoding would partly be that of a
 kernel. A run records its choice, because another process may measure otherwise, and the ways round
-differently. Passes over whole texts gain nothing, so labelling and training choose nothing.
+differently. Training chooses nothing.
 """
 
 import logging
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -40,12 +40,12 @@ MIN_ELEMENTS = 1 << 15
 NUM_SHAPES = 8
 """Shapes that are timed: those with the most weights. The others stay as they are. A target has about
 five and a drafter three: with fewer, a large drafter would decide whether the target's head is packed."""
-TIMED_ROWS = (1, 8)
-"""Rows of plain decoding, and those that stand for all draft trees."""
+TIMED_ROWS = (1, 8, 128)
+"""Rows of plain decoding, those that stand for all draft trees, and those for prompts and wide batches."""
 PACKED_FROM = (1, 2)
 """Fewest rows that a packed copy may multiply: those of plain decoding, or of the smallest tree."""
 MOST_PACKED_ROWS = 64
-"""More rows, as of prompts, are multiplied by the weights as they are stored."""
+"""More rows, as of prompts, are multiplied by the weights as they are stored, unless packed ones are faster there, too."""
 MIN_GAIN = 1.1
 """Smallest ratio that decides for another way than rows first; a smaller one may be chance."""
 MAX_MEMORY_SHARE = 0.5
@@ -72,9 +72,9 @@ class Shape(NamedTuple):
 class Times(NamedTuple):
     """Seconds of one product in each way, for each number of TIMED_ROWS."""
 
-    rows_first: tuple[float, float]
-    columns_first: tuple[float, float]
-    packed: tuple[float, float]
+    rows_first: tuple[float, float, float]
+    columns_first: tuple[float, float, float]
+    packed: tuple[float, float, float]
     """Infinite where the type can't be packed on this machine."""
 
 
@@ -85,13 +85,17 @@ class Choice:
     columns_first: bool = False
     packed_from: int | None = None
     """Fewest rows that the packed copy multiplies; None packs nothing."""
+    packs_many: bool = False
+    """Whether it multiplies more than MOST_PACKED_ROWS rows, too."""
 
     def __str__(self) -> str:
         order = "columns first" if self.columns_first else "rows first"
-        return order if self.packed_from is None else f"{order}, packed from {self.packed_from} to {MOST_PACKED_ROWS} rows"
+        most = "rows on" if self.packs_many else f"to {MOST_PACKED_ROWS} rows"
+        return order if self.packed_from is None else f"{order}, packed from {self.packed_from} {most}"
 
 
-CHOICES = [Choice(columns_first, packed_from) for columns_first in (False, True) for packed_from in (None, *PACKED_FROM)]
+_PACKED = [(None, False), *product(PACKED_FROM, (False, True))]
+CHOICES = [Choice(columns_first, *packed) for columns_first in (False, True) for packed in _PACKED]
 BY_NAME = {str(choice): choice for choice in CHOICES}
 """Every choice by its name in records."""
 
@@ -103,12 +107,15 @@ def choose(times: Times, *, in_place: bool = True) -> Choice:
     """
     # 1. Plain decoding decides about the memory order: drafters are compared with it.
     columns_first = in_place and times.rows_first[0] > MIN_GAIN * times.columns_first[0]
-    one, several = times.columns_first if columns_first else times.rows_first
-    # 2. The packed copy serves draft trees, and one row too where it is faster.
-    if several <= MIN_GAIN * times.packed[1]:
+    gains = [
+        stored > MIN_GAIN * packed
+        for stored, packed in zip(times.columns_first if columns_first else times.rows_first, times.packed, strict=True)
+    ]
+    # 2. The packed copy serves draft trees, and one row and many rows too where it is faster.
+    if not gains[1]:
         return Choice(columns_first)
     fewest, second = PACKED_FROM
-    return Choice(columns_first, packed_from=fewest if one > MIN_GAIN * times.packed[0] else second)
+    return Choice(columns_first, packed_from=fewest if gains[0] else second, packs_many=gains[2])
 
 
 # --- timing
@@ -137,7 +144,7 @@ def _timed(shape: Shape) -> Times:
     }
     with suppress(RuntimeError):  # the type can't be packed here
         ways["packed"] = (packed_linear, [pack(weight) for weight in stored])
-    # 2. Rounds of both numbers of rows and all ways, until the time is over.
+    # 2. Rounds of all numbers of rows and all ways, until the time is over.
     turns = {way: cycle(weights) for way, (_, weights) in ways.items()}
     best = dict.fromkeys(Times._fields, [math.inf] * len(TIMED_ROWS))
     deadline, number = time.perf_counter() + SECONDS_PER_SHAPE, 0
@@ -152,7 +159,7 @@ def _timed(shape: Shape) -> Times:
                 if number:
                     best[way] = [min(seconds, old) if place == index else old for place, old in enumerate(best[way])]
         number += 1
-    return Times(**{way: (one, several) for way, (one, several) in best.items()})
+    return Times(**{way: (one, several, many) for way, (one, several, many) in best.items()})
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -283,7 +290,7 @@ def _apply(layers: Sequence[_Layer], choices: Mapping[str, Choice]) -> dict[str,
             linear.weight.data = linear.weight.data.t().contiguous().t()
         if choice.packed_from is not None:
             # An attribute of the instance hides the class's forward; `weight` stays as it is.
-            vars(linear)["forward"] = PackedForSomeRows(linear, choice.packed_from)
+            vars(linear)["forward"] = PackedForSomeRows(linear, choice)
     return possible
 
 
@@ -339,9 +346,11 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 class PackedForSomeRows:
     """A linear layer's forward: packed for some numbers of rows in inference, else as always."""
 
-    def __init__(self, linear: nn.Linear, fewest: int) -> None:
+    def __init__(self, linear: nn.Linear, choice: Choice) -> None:
+        assert choice.packed_from is not None
         self.linear = linear
-        self.fewest, self.most = fewest * linear.in_features, MOST_PACKED_ROWS * linear.in_features
+        self.fewest = choice.packed_from * linear.in_features
+        self.most = math.inf if choice.packs_many else MOST_PACKED_ROWS * linear.in_features
         self._packed: Any = None
         self._packed_from: Any = None
 

@@ -32,7 +32,7 @@ from outrider.models.llm.linears import (
 from outrider.models.llm.loading import load_target
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
-NEVER = (float("inf"),) * 2
+NEVER = (float("inf"),) * 3
 
 
 class Scaled(nn.Linear):
@@ -45,8 +45,9 @@ def fastest(monkeypatch: pytest.MonkeyPatch):
     """Let every layer use one way, as if it had been measured to be the fastest."""
 
     def use(choice: Choice) -> None:
-        slow, fast = (99.0, 99.0), (1.0, 1.0)
-        packed = {None: (9.0, 9.0), 1: (0.5, 0.5), 2: (9.0, 0.5)}[choice.packed_from]
+        slow, fast = (99.0,) * 3, (1.0,) * 3
+        one, several = {None: (9.0, 9.0), 1: (0.5, 0.5), 2: (9.0, 0.5)}[choice.packed_from]
+        packed = (one, several, 0.5 if choice.packs_many else 999.0)
         measured = Times(slow if choice.columns_first else fast, fast if choice.columns_first else slow, packed)
         monkeypatch.setattr(linears, "MIN_ELEMENTS", 1)
         monkeypatch.setattr(linears, "timed", lambda *_: measured)
@@ -60,15 +61,18 @@ def fastest(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("measured", "expected"),
     [
-        (Times((1, 8), NEVER, NEVER), Choice()),
-        (Times((1.3, 8), (1, 8), NEVER), Choice(columns_first=True)),
-        (Times((1.3, 8), (1, 99), NEVER), Choice(columns_first=True)),  # plain decoding comes first
-        (Times((1.1, 8), (1, 8), NEVER), Choice()),  # too little
-        (Times((1, 8), NEVER, (2, 4)), Choice(packed_from=2)),
-        (Times((1, 8), NEVER, (0.5, 4)), Choice(packed_from=1)),
-        (Times((1, 8), NEVER, (0.5, 7.5)), Choice()),  # no second copy for plain decoding alone
-        (Times((1.3, 8), (1, 5), (0.95, 4)), Choice(columns_first=True, packed_from=2)),
-        (Times((1.3, 8), (1, 4.3), (0.5, 4)), Choice(columns_first=True)),
+        (Times((1, 8, 60), NEVER, NEVER), Choice()),
+        (Times((1.3, 8, 60), (1, 8, 60), NEVER), Choice(columns_first=True)),
+        (Times((1.3, 8, 60), (1, 99, 60), NEVER), Choice(columns_first=True)),  # plain decoding comes first
+        (Times((1.1, 8, 60), (1, 8, 60), NEVER), Choice()),  # too little
+        (Times((1, 8, 60), NEVER, (2, 4, 60)), Choice(packed_from=2)),
+        (Times((1, 8, 60), NEVER, (0.5, 4, 60)), Choice(packed_from=1)),
+        (Times((1, 8, 60), NEVER, (0.5, 7.5, 60)), Choice()),  # no second copy for plain decoding alone
+        (Times((1.3, 8, 60), (1, 5, 60), (0.95, 4, 60)), Choice(columns_first=True, packed_from=2)),
+        (Times((1.3, 8, 60), (1, 4.3, 60), (0.5, 4, 60)), Choice(columns_first=True)),
+        (Times((1, 8, 60), NEVER, (2, 4, 50)), Choice(packed_from=2, packs_many=True)),
+        (Times((1, 8, 60), NEVER, (0.5, 4, 59)), Choice(packed_from=1)),
+        (Times((1, 8, 60), NEVER, (0.5, 7.5, 20)), Choice()),  # nor for prompts alone
     ],
 )
 def test_the_fastest_way_is_chosen(measured: Times, expected: Choice):
@@ -76,7 +80,7 @@ def test_the_fastest_way_is_chosen(measured: Times, expected: Choice):
 
 
 def test_the_memory_order_stays_where_weights_may_not_change():
-    assert choose(Times((1, 8), (0.5, 1), (9, 4)), in_place=False) == Choice(packed_from=2)
+    assert choose(Times((1, 8, 60), (0.5, 1, 60), (9, 4, 60)), in_place=False) == Choice(packed_from=2)
 
 
 # --- the layers
@@ -84,7 +88,7 @@ def test_the_memory_order_stays_where_weights_may_not_change():
 
 @needs_onednn
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("choice", [Choice(columns_first=True), Choice(packed_from=1), Choice(True, 2)])
+@pytest.mark.parametrize("choice", [Choice(columns_first=True), Choice(packed_from=1), Choice(True, 2), Choice(False, 1, True)])
 def test_each_way_computes_the_same(fastest, choice: Choice, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     if choice.packed_from is not None:
         try:
@@ -130,6 +134,14 @@ def test_packed_kernels_run_for_the_chosen_rows_in_inference_only(fastest, monke
             layer(torch.ones(1, rows, 8))
         layer(torch.ones(2, 3, 8))  # six rows
     assert calls == [2, 3, 4]
+    layer = nn.Linear(8, 8).requires_grad_(False)
+    fastest(Choice(packed_from=2, packs_many=True))
+    assert choose_linears(layer) == {"8x8 float32": "rows first, packed from 2 rows on"}
+    with torch.inference_mode():
+        for rows in (1, 2, 5, 99):
+            layer(torch.ones(1, rows, 8))
+    assert calls[3:] == [2, 5, 99]
+    del calls[3:]
     with torch.no_grad():
         layer(torch.ones(1, 3, 8))
     x = torch.ones(1, 3, 8, requires_grad=True)
@@ -270,7 +282,7 @@ def test_the_shapes_with_the_most_weights_are_timed(monkeypatch: pytest.MonkeyPa
     asked = []
     monkeypatch.setattr(linears, "NUM_SHAPES", 2)
     monkeypatch.setattr(linears, "MIN_ELEMENTS", 1)
-    monkeypatch.setattr(linears, "timed", lambda shape, _: asked.append(shape[:2]) or Times((1, 1), (1, 1), NEVER))
+    monkeypatch.setattr(linears, "timed", lambda shape, _: asked.append(shape[:2]) or Times((1, 1, 1), (1, 1, 1), NEVER))
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 9), *(nn.Linear(8, 4) for _ in range(3))).requires_grad_(False)
     assert choose_linears(model) == {"4x8 float32": "rows first", "9x8 float32": "rows first"}
     assert asked == [(4, 8), (9, 8)]
