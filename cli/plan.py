@@ -118,7 +118,8 @@ class Planner:
         self.accelerator.wait_for_everyone()
         # 2. Label parts of some.
         self._say("labels: the target labels parts of some texts ...")
-        work, labelled = sample_labels(options, target, Random(0).sample(texts, len(texts)))
+        with target.packed_where_faster():
+            work, labelled = sample_labels(options, target, Random(0).sample(texts, len(texts)))
         # The target's own greedy answers need no further passes.
         per_position = 0.0 if options.is_greedy else work.num_branch_tokens / max(1, work.num_positions)
         seconds_per_read = work.seconds / (work.num_text_tokens + work.num_branch_tokens)
@@ -166,7 +167,7 @@ class Planner:
         self._say("answers: the target answers some prompts by plain decoding ...")
         self.target.choose_linears()
         decoded = sample_decoding(self.target, [prompt_of(text) for text in texts[:size]], limit)
-        self.target.plain_linears()  # labelling and training read texts with the weights as they are stored
+        self.target.plain_linears()
         mean = decoded.mean_tokens(limit)
         if missing and not only_sample:
             # A batch ends with its longest answer.

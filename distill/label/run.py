@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -25,7 +25,7 @@ from ...data.behind import Behind
 from ...data.config import DataConfig
 from ...data.conversations import is_unanswered
 from ...data.examples import encode_conversations
-from ...data.files import write_json
+from ...data.files import read_json, write_json
 from ...data.manifest import FORMAT_VERSION, STATS_FILE, LabelSampling, LabelTotals, Manifest, ShardEntry, examples_sha256
 from ...data.shards import label_store, write_shard
 from ...data.sources import PromptOverlap, describe_drops, load_conversations
@@ -47,6 +47,9 @@ SUSPICIOUS_AGREEMENT = 0.15
 """Lower agreement is suspicious.
 
 A language model predicts the next token of a text in its own chat format more often than this."""
+
+LINEARS_FILE = "linears.json"
+"""How the first process computed linear layers, by shape."""
 
 GREEDY_AGREEMENT = 0.95
 """Agreement with the target's own greedy answers, up to differences of rounding between two
@@ -103,6 +106,8 @@ def distill(
     worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel)
     with ExitStack() as stack:
         served = open_states(config, target, stack) if config.engine == "vllm" and store.missing(plan) else None
+        if served is None and store.missing(plan):
+            stack.enter_context(packed_alike(target, output_dir / LINEARS_FILE, accelerator))
         return run_shards(
             store,
             manifest,
@@ -115,6 +120,20 @@ def distill(
             unit="tok",
             data_facts=data_facts,
         )
+
+
+@contextmanager
+def packed_alike(target: HFTarget, path: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Read texts with packed copies of linear layers where they were faster in the first process.
+
+    It writes its choice to `path`; later processes take that one. So all shards are rounded alike.
+    """
+    if accelerator.is_main_process and not path.exists():
+        with target.packed_where_faster() as chosen:
+            write_json(path, chosen)
+    accelerator.wait_for_everyone()
+    with target.packed_where_faster(read_json(path)):
+        yield
 
 
 def describe_labels(config: DistillConfig, data: DataConfig, target: HFTarget, plan: Sequence[Sequence[Example]]) -> Manifest:

@@ -161,7 +161,7 @@ def answer_all(
         unit=unit,
         data_facts=data_facts,
     )
-    target.plain_linears()  # the labels are then the same whether this process has answered or not
+    target.plain_linears()  # what follows is then the same whether this process has answered or not
     return manifest
 
 

@@ -1,6 +1,7 @@
 """The target of the decode loop: a frozen model with a KV cache that verifies draft trees."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from ..decoding.tree import DraftTree, accepted_path, chain_tree
 from ..decoding.types import AcceptedPath, Counts, Prompts, TargetOutput
 from .cuda_graphs import GraphedFunction, Recorder, SharedBuffer
 from .frozen_model import FrozenModel
-from .linears import choose_linears, plain_linears
+from .linears import choose_linears, packed_where_faster, plain_linears
 from .tree_cache import KeptText, TreeCache
 from .tree_reader import TreeReader, compile_passes
 from .weight_stream import WeightStream
@@ -80,8 +81,16 @@ class HFTarget(FrozenModel):
         if self.fast_linears:
             self.linears = choose_linears(*self._with_linears, *drafters, recorded=recorded)
 
+    def packed_where_faster(self, recorded: Mapping[str, str] | None = None) -> AbstractContextManager[dict[str, str]]:
+        """Read texts with packed copies of linear layers inside the block, where they are faster.
+
+        Gives the ways by shape. `recorded` are those of a run's first process, as in `choose_linears`.
+        """
+        modules = self._with_linears if self.fast_linears else []
+        return packed_where_faster(*modules, recorded=recorded)
+
     def plain_linears(self) -> None:
-        """Compute linear layers as transformers does: labels and training then round alike in all runs."""
+        """Compute linear layers as transformers does."""
         plain_linears(*self._with_linears)
         self.linears = {}
 

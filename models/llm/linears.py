@@ -208,10 +208,7 @@ def choose_linears(*modules: nn.Module, recorded: Mapping[str, str] | None = Non
     """
     plain_linears(*modules)
     layers = _linears(modules)
-    if recorded is None:
-        choices = _fastest(layers, in_place=True)
-    else:
-        choices = {shape: BY_NAME.get(name, Choice()) for shape, name in recorded.items()}
+    choices = _fastest(layers, in_place=True) if recorded is None else _named(recorded)
     return {shape: str(choice) for shape, choice in _apply(layers, choices).items()}
 
 
@@ -225,15 +222,15 @@ def plain_linears(*modules: nn.Module) -> None:
 
 
 @contextmanager
-def packed_where_faster(*modules: nn.Module) -> Iterator[None]:
-    """Decode with packed copies inside the block where they are faster; change no weight.
+def packed_where_faster(*modules: nn.Module, recorded: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
+    """Use packed copies inside the block where they are faster; change no weight. Yields the ways by shape.
 
-    Layers that `choose_linears` has handled stay as they are.
+    Layers that `choose_linears` has handled stay as they are. For `recorded` see `choose_linears`.
     """
     layers = [layer for layer in _linears(modules, only_frozen=False) if layer.linear.weight.is_contiguous()]
     try:
-        _apply(layers, _fastest(layers, in_place=False))
-        yield
+        choices = _fastest(layers, in_place=False) if recorded is None else _named(recorded)
+        yield {shape: str(choice) for shape, choice in _apply(layers, choices).items()}
     finally:
         for layer in layers:
             vars(layer.linear).pop("forward", None)
@@ -268,6 +265,10 @@ def _fastest(layers: Sequence[_Layer], *, in_place: bool) -> dict[str, Choice]:
         for layer in layers
         if layer.shape in times
     }
+
+
+def _named(recorded: Mapping[str, str]) -> dict[str, Choice]:
+    return {shape: BY_NAME.get(name, Choice()) for shape, name in recorded.items()}
 
 
 def _apply(layers: Sequence[_Layer], choices: Mapping[str, Choice]) -> dict[str, Choice]:

@@ -161,11 +161,11 @@ def test_samples_are_the_baselines_very_tokens_and_its_answer_precedes_the_secon
 def test_a_run_killed_at_any_point_measures_only_the_missing_answers(run_tiny, generated, tiny_target, tmp_path, monkeypatch):
     """A resumed run computes linear layers as before, though another way would be faster now."""
     monkeypatch.setattr(linears, "MIN_ELEMENTS", 1)
-    monkeypatch.setattr(linears, "timed", lambda *_: linears.Times((9, 9), (1, 1), (9, 9)))
+    monkeypatch.setattr(linears, "timed", lambda *_: linears.Times((9, 9, 9), (1, 1, 1), (9, 9, 9)))
     rows = run_tiny(tmp_path)
     chosen = read_info(tmp_path / "run.json").environment.linears
     assert "columns first" in chosen.values()
-    monkeypatch.setattr(linears, "timed", lambda *_: linears.Times((1, 1), (9, 9), (9, 9)))
+    monkeypatch.setattr(linears, "timed", lambda *_: linears.Times((1, 1, 1), (9, 9, 9), (9, 9, 9)))
     whole = (tmp_path / "records.jsonl").read_bytes().splitlines(keepends=True)
     tokens = [record.token_ids for record in read(tmp_path)]
     for num_kept in (5, len(whole)):

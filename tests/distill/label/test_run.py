@@ -266,8 +266,11 @@ class ThreadAccelerator(Accelerator):
 
 
 def test_several_processes_write_the_same_bytes_as_one(data, target, tiny_target_dir, tmp_path, monkeypatch):
+    """The first of them chooses how all compute linear layers; a resumed run takes its choice."""
+    choosers = set[str]()
     monkeypatch.setattr(linears, "MIN_ELEMENTS", 1)
-    monkeypatch.setattr(linears, "timed", lambda *_: pytest.fail("a process chose how it computes linear layers"))
+    packed = linears.Times((9, 9, 9), (9, 9, 9), (1, 1, 1))
+    monkeypatch.setattr(linears, "timed", lambda *_: choosers.add(threading.current_thread().name) or packed)
     barrier = threading.Barrier(2)
     targets = [load_target(TargetConfig(name_or_path=str(tiny_target_dir), device="cpu")) for _ in range(2)]
     manifests: dict[int, Manifest] = {}
@@ -276,14 +279,23 @@ def test_several_processes_write_the_same_bytes_as_one(data, target, tiny_target
         accelerator = ThreadAccelerator(rank, barrier)
         manifests[rank] = distill(CONFIG, data, targets[rank], tmp_path / "two", accelerator)
 
-    threads = [threading.Thread(target=play, args=(rank,)) for rank in range(2)]
+    threads = [threading.Thread(target=play, args=(rank,), name=f"process {rank}") for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    assert choosers == {"process 0"}
+    assert "packed from 1 rows on" in str(read_json(tmp_path / "two" / "linears.json"))
     one = run(CONFIG, data, target, tmp_path / "one")
     assert manifests == {0: one, 1: one}
-    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+    before = contents(tmp_path / "two")
+    assert before == contents(tmp_path / "one")
+    for path in (tmp_path / "two").glob("*00001*"):
+        path.unlink()
+    monkeypatch.setattr(linears, "timed", lambda *_: pytest.fail("a resumed run chose how it computes linear layers"))
+    run(CONFIG, data, target, tmp_path / "two")
+    assert contents(tmp_path / "two") == before
+    assert not [module for module in target.model.modules() if "forward" in vars(module)], "training computes as always"
 
 
 def test_another_configuration_of_the_same_weights_is_another_target(tiny_target_dir, data, tmp_path):

@@ -202,12 +202,12 @@ def test_the_batch_engine_gives_the_decoders_examples_and_equal_bytes(target, da
 def test_only_a_deleted_shard_of_answers_is_recomputed(target, data, tmp_path, monkeypatch):
     """A resumed run computes linear layers as before, though another way would be faster now."""
     monkeypatch.setattr(linears, "MIN_ELEMENTS", 1)
-    monkeypatch.setattr(linears, "timed", lambda *_: linears.Times((9, 9), (1, 1), (9, 9)))
+    monkeypatch.setattr(linears, "timed", lambda *_: linears.Times((9, 9, 9), (1, 1, 1), (9, 9, 9)))
     folder = tmp_path / "answers"
     run(CONFIG, data, target, folder)
     assert "columns first" in read_json(folder / "manifest.json")["linears"].values()
     assert all(parameter.is_contiguous() for parameter in target.model.parameters()), "labels are computed as always"
-    monkeypatch.setattr(linears, "timed", lambda *_: linears.Times((1, 1), (9, 9), (9, 9)))
+    monkeypatch.setattr(linears, "timed", lambda *_: linears.Times((1, 1, 1), (9, 9, 9), (9, 9, 9)))
     before = contents(folder)
     (folder / "answers-00001.jsonl").unlink()
     with pytest.raises(ValueError, match=r"answers-00001\.jsonl is missing. Delete .*answers-00001\.json"):
