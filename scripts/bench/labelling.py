@@ -3,10 +3,11 @@
     python scripts/bench/labelling.py
     python scripts/bench/labelling.py --target meta-llama/Llama-3.2-1B --dtype bfloat16
 
-Three methods take turns on the same texts:
+Four methods take turns on the same texts:
 
 - `prefill`: a forward pass of all texts in the same batches, with the first token after each position.
 - `label_continuations`: the target's next `--horizon` tokens after every position.
+- `label_continuations, packed`: the same with packed linear layers where they are faster, as labelling has them.
 - `generate`: the same labels by transformers, for a sample of the positions, since all would take
   long. Each position has its own prefix, padded on the left, beside prefixes of like length.
 
@@ -30,7 +31,7 @@ from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 
-PREFILL, LABEL, GENERATE = "prefill", "label_continuations", "generate"
+PREFILL, LABEL, PACKED, GENERATE = "prefill", "label_continuations", "label_continuations, packed", "generate"
 HEAD_ROWS = 2048
 """Positions whose logits are in memory at a time."""
 
@@ -53,7 +54,7 @@ def main(
     loaded = load_target(TargetConfig(name_or_path=target, dtype=dtype))
     bench = Bench(loaded, texts_of(loaded, texts, seq), batch_size, horizon, sample)
     # 1. The methods in turns.
-    ways = {PREFILL: bench.prefill, LABEL: bench.label, GENERATE: bench.generate}
+    ways = {PREFILL: bench.prefill, LABEL: bench.label, PACKED: bench.label_packed, GENERATE: bench.generate}
     seconds = take_turns(ways, rounds=rounds, device=loaded.device)
     # 2. The table.
     num_positions, agreement = bench.num_positions, bench.num_agreeing / bench.num_positions
@@ -122,6 +123,11 @@ class Bench:
             counts.append((stats.num_positions, stats.num_agreeing))
         self.labels = torch.cat(labels)
         self.num_positions, self.num_agreeing = map(sum, zip(*counts, strict=True))
+
+    def label_packed(self) -> None:
+        """Do the same with packed linear layers, where they are faster."""
+        with self.target.packed_where_faster():
+            self.label()
 
     @torch.inference_mode()
     def generate(self) -> None:

@@ -138,7 +138,7 @@ def test_labels_are_what_generate_continues_with(script: Callable[[str], Any], t
     with pytest.raises(typer.Exit) as ended:
         labelling.main(target=str(tiny_target_dir), output=tmp_path / "labelling.json", **options)
     assert ended.value.exit_code == 0
-    assert [row["positions"] for row in rows_of(tmp_path / "labelling.json")] == [30, 30, 5]
+    assert [row["positions"] for row in rows_of(tmp_path / "labelling.json")] == [30, 30, 30, 5]
 
 
 def test_another_label_than_generates_is_found(script, tiny_target_dir, tmp_path, monkeypatch):
