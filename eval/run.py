@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..data.fields import differences, name_digests, raise_problems
@@ -309,7 +310,9 @@ def audit_answers(
     prompts = {(suite.name, prompt.id): (suite, prompt) for suite in suites for prompt in suite.prompts}
     audits: dict[str, Audit] = {}
     unaudited: list[str] = []
-    for record in to_audit(records, find_mismatches(records), str(bench.target.dtype)):
+    known: dict[tuple[Any, ...], Audit | None] = {}
+    doubtful = to_audit(records, find_mismatches(records), str(bench.target.dtype))
+    for record in tqdm(doubtful, desc="audit", unit="answer", disable=not doubtful):
         # 1. Rebuild the prompt of the answer.
         turns = bench.texts.prompt_turns(*prompts[record.suite, record.prompt_id], record.temperature, record.batch_size)
         input_ids = next(turn.input_ids for turn in turns if turn.turn == record.turn)
@@ -321,9 +324,11 @@ def audit_answers(
             "seed": seed,
         }
 
-        # 2. Audit the answer, with a second attempt if memory runs out.
+        # 2. Audit the answer, with a second attempt if memory runs out. Several methods may give it.
         work = partial(audit, bench.target, input_ids, record.token_ids, **options)
-        result = within_memory(work, bench.target) or within_memory(work, bench.target)
+        answer = (record.prompt_sha256, record.temperature, seed, tuple(record.token_ids))
+        result = known.get(answer) or within_memory(work, bench.target) or within_memory(work, bench.target)
+        known[answer] = result
         if result is None:
             unaudited.append(record.answer_digest)
             logger.warning(

@@ -127,12 +127,16 @@ def packed_alike(target: HFTarget, path: Path, accelerator: Accelerator) -> Iter
     """Read texts with packed copies of linear layers where they were faster in the first process.
 
     It writes its choice to `path`; later processes take that one. So all shards are rounded alike.
+    Raises ValueError if the file is damaged.
     """
     if accelerator.is_main_process and not path.exists():
         with target.packed_where_faster() as chosen:
             write_json(path, chosen)
     accelerator.wait_for_everyone()
-    with target.packed_where_faster(read_json(path)):
+    recorded = read_json(path)
+    if not isinstance(recorded, dict) or not all(isinstance(way, str) for way in recorded.values()):
+        raise ValueError(f"{path} doesn't name ways of linear layers; delete it, and they are timed again")
+    with target.packed_where_faster(recorded):
         yield
 
 

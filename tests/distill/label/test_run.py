@@ -296,6 +296,12 @@ def test_several_processes_write_the_same_bytes_as_one(data, target, tiny_target
     run(CONFIG, data, target, tmp_path / "two")
     assert contents(tmp_path / "two") == before
     assert not [module for module in target.model.modules() if "forward" in vars(module)], "training computes as always"
+    for damaged in ("[1]", '{"8x8 float32": []}', "{"):
+        (tmp_path / "two" / "linears.json").write_text(damaged)
+        for path in (tmp_path / "two").glob("*00001*"):
+            path.unlink()
+        with pytest.raises(ValueError, match=r"linears\.json"):
+            run(CONFIG, data, target, tmp_path / "two")
 
 
 def test_another_configuration_of_the_same_weights_is_another_target(tiny_target_dir, data, tmp_path):
