@@ -172,15 +172,14 @@ class Page:
         suites, rows = list(dict.fromkeys(row["suite"] for row in found)), dict[str, dict[str, str]]()
         for row in found:
             cells = rows.setdefault(row["method"], {"method": row["label"], "tokens per step": f"{row['tokens_per_step']:.2f}"})
-            cells[row["suite"]] = with_interval(row["speedup"], row["speedup_ci95"]) if row["speedup"] else "-"
+            cells[row["suite"]] = with_interval(row["speedup"], row["speedup_ci95"])
         numbers = [f"{name} {next(row['num_turns'] for row in found if row['suite'] == name)}" for name in suites]
-        settings = f"{found[0]['dtype']}, greedy, batch size 1, {machine['num_threads']} threads"
+        settings = f"{found[0]['dtype']}, greedy, at most {found[0]['max_new_tokens']} tokens, {machine['num_threads']} threads"
         hardware = f"{machine['cpu']}, {machine['num_cpus']} cores, {device_name(machine)}"
         slow = [row["method"] for row in found if row["suite"] == suites[0] and (row["speedup"] or 0.0) < 1]
-        note = (
-            f"Tokens per step are those of {suites[0]}. Number of answers: {', '.join(numbers)}. Left out: {len(slow)} "
-            f"settings that are slower than plain decoding on {suites[0]}."
-        )
+        note = f"Tokens per step are those of {suites[0]}. Number of answers: {', '.join(numbers)}."
+        if slow:
+            note += f" Left out: {len(slow)} settings that are slower than plain decoding on {suites[0]}."
         return f"{table([cells for name, cells in rows.items() if name not in slow])}\n\n{hardware}; {settings}. {note}"
 
     def engines(self) -> str:
@@ -240,8 +239,10 @@ def device_name(machine: dict[str, Any]) -> str:
     return "no GPU" if machine["device"] == "cpu" else str(machine["device"])
 
 
-def with_interval(value: float, interval: Sequence[float] | None) -> str:
-    """Return a ratio with its interval."""
+def with_interval(value: float | None, interval: Sequence[float] | None) -> str:
+    """Return a ratio with its interval; a dash where there is none."""
+    if value is None:
+        return "-"
     if interval is None or min(interval) == max(interval):
         return f"{value:.2f}x"
     return f"{value:.2f}x [{interval[0]:.2f}, {interval[1]:.2f}]"
