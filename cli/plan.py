@@ -114,7 +114,8 @@ class Planner:
             num_tokens, num_positions = round(num_tokens - num_positions + answers), round(answers)
         elif not only_sample:  # raises ValueError if the folder is another run's
             missing = missing_examples(options, data, target, texts, self.folder / "distill")
-        require_branch_attention(target, max(len(text.input_ids) for text in texts) + max(options.horizon - 2, 0))
+        if options.decodes_branches:
+            require_branch_attention(target, max(len(text.input_ids) for text in texts) + max(options.horizon - 2, 0))
         self.accelerator.wait_for_everyone()
         # 2. Label parts of some.
         self._say("labels: the target labels parts of some texts ...")

@@ -125,7 +125,8 @@ def make_examples(labels: DistillConfig | Manifest, target: HFTarget) -> list[Di
             )
             for example in examples
         ]
-    require_branch_attention(target, max(len(example.input_ids) for example in examples) + labels.horizon)
+    if labels.decodes_branches:
+        require_branch_attention(target, max(len(example.input_ids) for example in examples) + labels.horizon)
     labelled, _ = label_shard(labels, target, examples, tqdm(disable=True))
     return labelled
 

@@ -105,8 +105,8 @@ class Manifest(BaseManifest):
     `horizon` is the number of labelled tokens after a position. `features` is the kind of stored
     hidden states (`none` or `last_hidden`), `feature_layers` the layers whose inputs are stored,
     and `features_dtype` the type of all of them, one of STATE_DTYPES. `top_logprobs` is the number
-    of stored top tokens per position. `sampling` is None for greedy labels. `data_sha256` is
-    `examples_sha256`.
+    of stored top tokens per position. `sampling` is None for greedy labels. Without `branches` labels
+    end where the target disagrees with the text. `data_sha256` is `examples_sha256`.
     """
 
     horizon: int
@@ -117,6 +117,7 @@ class Manifest(BaseManifest):
     features_dtype: Annotated[str, one_of(*STATE_DTYPES)]
     top_logprobs: int | None
     sampling: LabelSampling | None
+    branches: bool = True
 
     def __post_init__(self) -> None:
         if self.format_version != FORMAT_VERSION:

@@ -36,6 +36,11 @@ class DistillConfig:
     of `seed`, the example's id and the token's place. Losses that compare with the target's
     distribution need 1 or 0."""
 
+    branches: bool = True
+    """Whether a position is labelled beyond the first token where the target disagrees with the text.
+    This takes further passes, which recurrent layers can't do. False ends such a label there: little is
+    lost where the text is the target's own greedy answer (`engine`, or self-written data)."""
+
     features: Annotated[str, one_of(*FEATURES)] = "none"
     """`none` stores no hidden states, so training recomputes them. `last_hidden` stores the
     target's last ones, which all drafters except EAGLE-3 and draft models read."""
@@ -124,6 +129,11 @@ class DistillConfig:
     def is_served(self) -> bool:
         """Whether another program regenerates."""
         return self.engine in SERVERS
+
+    @property
+    def decodes_branches(self) -> bool:
+        """Whether continuations of positions are decoded beside the text. The states of a server allow none."""
+        return self.branches and self.engine != "vllm"
 
     @property
     def is_greedy(self) -> bool:

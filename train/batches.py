@@ -28,6 +28,7 @@ from ..models.drafters.labels import known_labels
 from ..models.drafters.objective import Objective
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.tensor_parallel import turns
+from ..models.llm.tree_attention import has_only_attention
 from .config import TrainConfig
 
 # Any token works: the attention mask hides the padding.
@@ -227,7 +228,7 @@ def states_of_texts(
     inputs = _inputs(batch)
     states, features = None, None
     for is_local, texts in turns(inputs, target.device) if target.tensor_parallel else [(True, inputs)]:
-        if "position_ids" not in texts:
+        if "position_ids" not in texts and has_only_attention(target.model):
             texts = {**texts, "past_key_values": PassingCache()}
         outputs = target.read_texts(layers, **texts) if last else (None, target.layer_inputs(layers, **texts))
         if is_local:
@@ -252,8 +253,7 @@ class PassingCache(DynamicCache):
     """A KV cache that keeps nothing: attention reads the keys and values of the pass itself.
 
     Without a cache, transformers looks for packed texts in the position ids, and the host waits for
-    the result. Using a cache adds no new requirement: labelling has already read the target with a
-    `DynamicCache`.
+    the result. Layers that read more than keys and values are read without one.
     """
 
     def update(

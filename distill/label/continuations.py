@@ -31,7 +31,8 @@ from ...data.device import to_device
 from ...data.types import UNKNOWN
 from ...models.llm.hf_target import HFTarget
 from ...models.llm.hidden_states import without_head
-from .branch_attention import BYPASSED, BranchCache, branch_attention, require_full_attention
+from ...models.llm.tree_attention import attention_kinds
+from .branch_attention import BYPASSED, REMEDY, BranchCache, branch_attention, require_plain_scores
 from .features import TextFeatures
 from .sampled_labels import SampledLabels
 
@@ -42,6 +43,9 @@ LOGIT_ELEMENTS, ACCELERATOR_LOGIT_ELEMENTS = 2**23, 2**27
 # Largest relative errors of hidden states that rounding explains: in types of at least float32's
 # precision, and in narrower types.
 PROBE_TOLERANCE, NARROW_PROBE_TOLERANCE = 0.01, 0.25
+
+# Length of the text that the target is probed with, beyond its longest window.
+PROBE_TOKENS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +81,7 @@ def label_continuations(
     top_k: int | None = None,
     sampled: SampledLabels | None = None,
     read: tuple[Float[torch.Tensor, "batch seq hidden"], dict[int, Float[torch.Tensor, "batch seq hidden"]]] | None = None,
+    branches: bool = True,
 ) -> tuple[Int[torch.Tensor, "batch seq horizon"], TextFeatures, LabelStats]:
     """Return the target's next `horizon` tokens after every wanted position: greedy, or `sampled`.
 
@@ -85,8 +90,8 @@ def label_continuations(
 
     Also returns the last hidden states, the inputs of `feature_layers`, and the `top_k` top tokens
     of every needed position. `prune=False` decodes every wanted position; the labels are the same.
-    `read` are states that another program computed: then nothing is decoded, and the label of a position
-    where the target disagrees with the text ends after its first token.
+    Without `branches` nothing is decoded, and the label of a position where the target disagrees with the
+    text ends after its first token. So it is with `read`, states that another program computed.
 
     What is decoded is decided on the host, which the texts may be on. So the host waits for the first
     tokens, and for each further token except the last one. It also reads the texts if they are on the
@@ -96,11 +101,9 @@ def label_continuations(
     texts = HostTexts.of(input_ids, attention_mask, wanted)
     input_ids, is_wanted = to_device(input_ids, target.device), to_device(wanted, target.device)
     needed = Places.of(_within(texts.wanted, texts.is_token, horizon), target.device)
-    if read is None:
-        first, (hidden_states, layers), cache = _prefill(target, input_ids, needed, feature_layers, sampled)
-    else:
-        (hidden_states, layers), cache = read, None
-        first = _first_tokens(target, input_ids, hidden_states, needed, sampled)
+    cache = DynamicCache() if branches and read is None else None
+    hidden_states, layers = _prefill(target, input_ids, feature_layers, cache) if read is None else read
+    first = _first_tokens(target, input_ids, hidden_states, needed, sampled)
     top_tokens, top_log_probs = _top(target.model, hidden_states, needed, top_k) if top_k else (None, None)
     # 2. Where the target agrees with the text, a position borrows the next one's continuation.
     host_first = first.cpu().numpy()
@@ -112,10 +115,10 @@ def label_continuations(
     # 3. Decode the other positions as branches, and fill in borrowed tokens.
     if cache is None:
         no_keys, no_places = [hidden_states[:, None]], np.zeros(0, np.int64)
-        branches = BranchCache(no_keys, no_keys, no_places, no_places)
+        live = BranchCache(no_keys, no_keys, no_places, no_places)
     else:
-        branches = _make_branches(cache, *((depth > 1) & ~borrows).nonzero())
-    continuations, num_branch_tokens = _decode_branches(target, branches, first, host_first, depth, borrows, horizon, sampled)
+        live = _make_branches(cache, *((depth > 1) & ~borrows).nonzero())
+    continuations, num_branch_tokens = _decode_branches(target, live, first, host_first, depth, borrows, horizon, sampled)
     # 4. Keep the wanted labels, and count the work.
     continuations.masked_fill_(~is_wanted[..., None], UNKNOWN)
     stats = LabelStats(
@@ -219,17 +222,19 @@ def require_branch_attention(target: HFTarget, num_tokens: int) -> None:
             f"a text and its continuation take up to {num_tokens} tokens, but the target's context window has "
             f"{target.context_length}: lower data.max_length by at least {num_tokens - target.context_length}"
         )
-    require_full_attention(target.model, num_tokens)
-    _probe(target)
+    require_plain_scores(target.model)
+    windows = [window for window in attention_kinds(target.model).values() if window is not None and window < num_tokens]
+    _probe(target, max([PROBE_TOKENS, *(window + PROBE_TOKENS for window in windows)]))
 
 
 @torch.inference_mode()
-def _probe(target: HFTarget) -> None:
-    # 1. Two branches of a short text, two steps deep.
-    text = target.probe_ids[:12]
-    positions = np.array([4, 8])
+def _probe(target: HFTarget, num_tokens: int) -> None:
+    # 1. Two branches of a text that is longer than a window, two steps deep.
+    text = target.probe_ids.repeat(-(-num_tokens // len(target.probe_ids)))[:num_tokens]
+    positions = np.array([4, num_tokens - 4])
     tokens = text[[2, 9]]
-    _, _, cache = _prefill(target, text[None], Places.of(np.zeros((1, len(text)), bool), target.device))
+    cache = DynamicCache()
+    _prefill(target, text[None], (), cache)
     branches = _make_branches(cache, np.zeros_like(positions), positions)
     with branch_attention(target.model):
         _branch_hidden_states(target.model, branches, tokens, 1)
@@ -246,34 +251,25 @@ def _probe(target: HFTarget) -> None:
             raise ValueError(
                 f"{type(target.model).__name__} decodes branches differently from plain texts (relative error {error:.2g} of "
                 f"its hidden states, {regret:.2g} of its best logit): its attention or head does more than outrider supports, "
-                "so its labels would be wrong. Choose another target"
+                f"so its labels would be wrong{REMEDY}"
             )
 
 
 def _make_branches(cache: DynamicCache, rows: Int[np.ndarray, " branch"], positions: Int[np.ndarray, " branch"]) -> BranchCache:
     layers: list[Any] = cache.layers
-    if any(layer.keys is None for layer in layers):
+    if not layers or any(layer.keys is None for layer in layers):
         raise ValueError(BYPASSED)
     return BranchCache([layer.keys for layer in layers], [layer.values for layer in layers], rows, positions)
 
 
 def _prefill(
-    target: HFTarget,
-    input_ids: Int[torch.Tensor, "batch seq"],
-    labelled: Places,
-    feature_layers: tuple[int, ...] = (),
-    sampled: SampledLabels | None = None,
-) -> tuple[Int[torch.Tensor, "batch seq"], tuple[torch.Tensor, dict[int, torch.Tensor]], DynamicCache]:
-    """Prefill texts, and choose the next token at the places `labelled` (UNKNOWN elsewhere).
-
-    Also returns the last hidden states, the inputs of layers, and all keys and values.
-    """
-    cache = DynamicCache()
+    target: HFTarget, input_ids: Int[torch.Tensor, "batch seq"], feature_layers: tuple[int, ...], cache: DynamicCache | None
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Read texts; return their last hidden states and the inputs of layers. Keys and values go to `cache`."""
     # No mask: under causal attention no token sees the padding on its right.
     hidden_states, features = target.read_texts(feature_layers, cache, input_ids=input_ids)
     inputs = () if features is None else features.split(hidden_states.shape[-1], dim=-1)
-    first = _first_tokens(target, input_ids, hidden_states, labelled, sampled)
-    return first, (hidden_states, dict(zip(feature_layers, inputs, strict=True))), cache
+    return hidden_states, dict(zip(feature_layers, inputs, strict=True))
 
 
 def _first_tokens(

@@ -88,7 +88,7 @@ def distill(
     dropped: Counter[str] = Counter()
     if examples is None:
         examples, dropped = load_examples(data, target, overlap)
-    if config.engine != "vllm":
+    if config.decodes_branches:
         longest = max(len(example.input_ids) for example in examples)
         require_branch_attention(target, longest + max(config.horizon - 2, 0))
     require_features(config, target)
@@ -153,6 +153,7 @@ def describe_labels(config: DistillConfig, data: DataConfig, target: HFTarget, p
         features_dtype=config.features_dtype,
         top_logprobs=config.top_logprobs,
         sampling=LabelSampling(temperature=config.label_temperature, seed=config.seed) if config.label_temperature else None,
+        branches=config.branches,
         data_sha256=data_sha256,
         plan_sha256=plan_sha256(plan, data_sha256),
         max_length=data.max_length,
@@ -264,6 +265,7 @@ def _label_batch(
         top_k=config.top_logprobs,
         sampled=sampled,
         read=None if served is None else served.read([example.input_ids for example in examples]),
+        branches=config.branches,
     )
 
 

@@ -16,7 +16,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Rot
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from ..llm.hf_target import HFTarget
-from ..llm.hidden_states import decoder_layers, decoder_of
+from ..llm.hidden_states import decoder_layers, decoder_of, layer_configs
 from ..llm.tree_attention import IMPLEMENTATION as GROUPED_HEADS
 from .branches import Entries
 from .shared_options import FORM_OPTIONS
@@ -41,15 +41,17 @@ def form_config(target: HFTarget, form: Mapping[str, Any]) -> Any:
 
     Options that the form leaves out are the target's.
     """
-    target_config = target.model.config.get_text_config()
+    target_config = layer_configs(target.model)[0]
     make_config = FORMS[form["model_type"]][0]
     is_target_kind = target_config.model_type == form["model_type"]
     names = FORM_OPTIONS if is_target_kind else FORM_OPTIONS - {"attention_bias", "mlp_bias"}
     options = {name: getattr(target_config, name) for name in names if getattr(target_config, name, None) is not None}
-    rope = options.get("rope_parameters", {})
-    if rope and all(isinstance(value, Mapping) for value in rope.values()):
-        # One set for each type of layer; the first layer's, as in `rotary_options`.
-        options["rope_parameters"] = rope[target_config.layer_types[0]]
+    if rope := options.get("rope_parameters"):
+        if all(isinstance(value, Mapping) for value in rope.values()):
+            # One set for each type of layer; the first layer's, as in `rotary_options`, if it has rotary embeddings.
+            rope = rope.get(target_config.layer_types[0]) or next(iter(rope.values()))
+        # A form rotates all dimensions of a head.
+        options["rope_parameters"] = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
     if "head_dim" in options and "num_attention_heads" in form:
         del options["head_dim"]  # recomputed from the number of heads
     options |= {name: value for name, value in form.items() if name != "model_type"}
@@ -58,7 +60,7 @@ def form_config(target: HFTarget, form: Mapping[str, Any]) -> Any:
             **copy.deepcopy(options),
             hidden_size=target_config.hidden_size,
             vocab_size=target_config.vocab_size,
-            max_position_embeddings=target_config.max_position_embeddings,
+            max_position_embeddings=target.context_length,
             num_hidden_layers=1,
         )
         require_heads_that_divide(config)

@@ -27,6 +27,7 @@ from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree, chain_tree
 from ..decoding.types import Counts, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
+from ..llm.recurrent_states import find_mixers
 from ..llm.tree_attention import attention_kinds, hidden_score, require_tree_attention
 from ..llm.tree_cache import TreeCache
 from ..machine import is_out_of_memory
@@ -60,6 +61,11 @@ class DraftModel(CachedDrafter):
     def __init__(self, config: DraftModelConfig, reader: HFTarget) -> None:
         super().__init__()
         require_tree_attention(reader.model)
+        if find_mixers(reader.model):
+            raise ValueError(
+                f"the draft model {type(reader.model).__name__} has recurrent layers, which can't read a tree while it grows; "
+                "choose one without (drafter.path), or another drafter"
+            )
         self.config = config
         self.model = reader.model
         self.reader = reader

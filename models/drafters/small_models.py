@@ -14,6 +14,7 @@ from ..llm.identity import weights_digest
 from ..llm.loading import load_target
 from ..llm.own_tokenizer import MIN_TOKENIZER_SHARE
 from ..llm.pretrained import loading_errors
+from ..llm.tree_attention import FULL, STATE_KINDS
 from .decoder_layer import require_plain_weights, require_resident_weights, whole
 from .options import DraftModelConfig
 
@@ -82,6 +83,9 @@ def smaller_architecture(config: DraftModelConfig, target: HFTarget) -> dict[str
     for name in PER_LAYER:
         if isinstance(shape.get(name), list):
             shape[name] = shape[name][: config.num_layers]
+    # A draft model of a family with recurrent layers has full attention only.
+    if FULL in (kinds := getattr(target_config, "layer_types", None) or ()) and STATE_KINDS.keys() & set(kinds):
+        shape["layer_types"] = [FULL] * config.num_layers
     return shape | {target_config.attribute_map.get(name, name): size for name, size in sizes.items()}
 
 

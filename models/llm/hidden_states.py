@@ -105,6 +105,11 @@ class CapturedHiddenStates:
 
     def _side_by_side(self) -> torch.Tensor:
         inputs = [self._inputs.pop(index) for index in self.layers]
+        if inputs[0].ndim != 3:
+            raise ValueError(
+                "the target's layers read several hidden states of each token, and no drafter reads such features; choose one "
+                "that reads the last hidden states, such as redrafter"
+            )
         # A target's layers may be on several devices. The final norm is on the first one.
         device = inputs[0].device if self._hidden_states is None else self._hidden_states.device
         return torch.cat([states.to(device) for states in inputs], dim=-1)
@@ -119,6 +124,12 @@ def decoder_of(model: PreTrainedModel) -> Any:
     return next((part for part in model.children() if isinstance(part, PreTrainedModel)), model)
 
 
+def layer_configs(model: PreTrainedModel) -> Sequence[Any]:
+    """Return the configuration of each layer. Layers of some models have heads of different sizes."""
+    config = model.config.get_text_config()
+    return list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
+
+
 def without_head(model: PreTrainedModel) -> Any:
     """Return a model without its head."""
     return decoder_of(model) if model.base_model is model else model.base_model
@@ -131,6 +142,8 @@ def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
 
 def layer_list(model: PreTrainedModel) -> nn.ModuleList:
     """Return the model's own list of its layers; a new empty list if its decoder has none."""
-    num_layers = model.config.get_text_config().num_hidden_layers
-    lists = (module for module in decoder_of(model).modules() if isinstance(module, nn.ModuleList))
-    return next((layers for layers in lists if len(layers) == num_layers), nn.ModuleList())
+    config = model.config.get_text_config()
+    # Some models have two attentions in a layer, and count each as a layer of the cache.
+    counts = (config.num_hidden_layers, getattr(config, "num_layers", None))
+    lists = [module for module in decoder_of(model).modules() if isinstance(module, nn.ModuleList)]
+    return next((layers for count in counts for layers in lists if len(layers) == count), nn.ModuleList())

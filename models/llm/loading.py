@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.hub import use_hub
 from ...data.manifest import TargetIdentity
@@ -20,7 +20,7 @@ from .gguf_files import with_folder
 from .hf_target import HFTarget
 from .identity import WEIGHT_PATTERNS, config_digest, tokenizer_digest, weights_digest
 from .own_tokenizer import require_own_tokenizer
-from .pretrained import load_pretrained, loading_errors, read_config
+from .pretrained import auto_class, load_pretrained, loading_errors, read_config
 from .stages.loading import Head, head_or_stage, skeleton_of, stage_ranges
 from .stages.staged_target import StagedTarget
 from .streamed_loading import build_without_weights, place_weights, stored_weights
@@ -232,7 +232,7 @@ def _build_empty(config: TargetConfig) -> PreTrainedModel:
     """Build the model without memory for its weights, to read its structure."""
     described, name = read_config(config), config.name_or_path
     with loading_errors(f"the target {name!r}", name), torch.device("meta"):
-        empty: PreTrainedModel = AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code)
+        empty: PreTrainedModel = auto_class(described).from_config(described, trust_remote_code=config.trust_remote_code)
     return empty
 
 

@@ -1,4 +1,4 @@
-"""Loading of a causal LM by transformers, with all of its weights, and what its errors mean."""
+"""Loading of a language model by transformers, with all of its weights, and what its errors mean."""
 
 import pickle
 from collections.abc import Iterator, Sequence
@@ -7,12 +7,33 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from ...data.hub import use_hub, why_offline
 from ..bounded_build import CANT_BE_BUILT, bounded_build, stored_size
 from .config import TargetConfig
 from .weight_files import with_index
+
+
+def auto_class(described: Any) -> Any:
+    """Return transformers' class that builds a model from its configuration.
+
+    Some models exist only as image-text models: they read texts like any other model.
+    """
+    is_image_text = type(described) in AutoModelForImageTextToText._model_mapping
+    is_causal = type(described) in AutoModelForCausalLM._model_mapping
+    return AutoModelForImageTextToText if is_image_text and not is_causal else AutoModelForCausalLM
+
+
+def attention_of(described: Any, wanted: str) -> str:
+    """Return the attention implementation of a model: eager, if it has no other and sdpa is wanted.
+
+    Code from the Hub decides for itself.
+    """
+    mapping = auto_class(described)._model_mapping
+    if wanted == "sdpa" and type(described) in mapping and not mapping[type(described)]._supports_sdpa:
+        return "eager"
+    return wanted
 
 
 def load_pretrained(name_or_path: str, called: str, **options: Any) -> PreTrainedModel:
@@ -25,7 +46,11 @@ def load_pretrained(name_or_path: str, called: str, **options: Any) -> PreTraine
         bounded_build(name_or_path, *stored_size(Path(name_or_path))),
         with_index(name_or_path) as folder,
     ):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+        named = {name: options[name] for name in ("revision", "trust_remote_code", "local_files_only") if name in options}
+        described = AutoConfig.from_pretrained(folder, **named)
+        if (wanted := options.get("attn_implementation")) is not None:
+            options["attn_implementation"] = attention_of(described, wanted)
+        loaded: Any = auto_class(described).from_pretrained(folder, output_loading_info=True, **options)
     model: PreTrainedModel = loaded[0]
     require_complete(called, sorted(loaded[1]["missing_keys"]))
     record_tie(model)

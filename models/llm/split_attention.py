@@ -141,8 +141,10 @@ def choose_num_parts(model: PreTrainedModel, cache: TreeCache) -> int:
     """
     if not on_cuda(cache.lengths.device) or cache.extent < MIN_KEYS or cache.batch > MAX_TEXTS:
         return 1
-    # Only layers that call our attention function can read a mask in parts.
-    if model.config.get_text_config()._attn_implementation != "sdpa" or not model._supports_attention_backend:
+    # Only layers that call our attention function can read a mask in parts (see `grouped_heads`).
+    config = model.config.get_text_config()
+    is_indexed = "indexed_attention" in (getattr(config, "layer_types", None) or ())
+    if config._attn_implementation != "sdpa" or not model._supports_attention_backend or is_indexed:
         return 1
     layers = cache.states(1)
     # Layers that have read nothing have no keys. That is so if texts left a batch of another target and

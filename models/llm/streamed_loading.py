@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..bounded_build import bounded_build
 from ..machine import available_memory
 from .config import TargetConfig
-from .hidden_states import decoder_layers
+from .hidden_states import decoder_layers, layer_configs
 from .memory_plan import GIB, Unit, WeightPlace, plan_memory
-from .pretrained import loading_errors, read_config, record_tie, require_complete
+from .pretrained import attention_of, auto_class, loading_errors, read_config, record_tie, require_complete
+from .recurrent_states import find_mixers
 from .weight_files import INDEX_FILE, PAGE, SINGLE_FILE, WINDOW_BYTES, StoredTensor, first_equal, read_folder, read_header
 from .weight_reader import Loading, WeightFiles, WeightReader, Weights, changed, staging_bytes
 from .weight_stream import StreamedUnit, WeightStream
@@ -78,14 +79,16 @@ class Skeleton:
     def units(self) -> list[tuple[str, nn.Module]]:
         """Return the names and modules whose weights may come and go: layers, and an untied head.
 
-        Raises ValueError if the model has no list of layers, or if layers share weights.
+        Raises ValueError if the model has no list of layers, if layers share weights, or are recurrent.
         """
         layers, head = decoder_layers(self.model), self.model.get_output_embeddings()
         embeddings = {id(parameter) for parameter in self.model.get_input_embeddings().parameters()}
         units = [*layers, *([] if head is None or id(head.weight) in embeddings else [head])]
         uses = Counter(id(parameter) for unit in units for parameter in {*unit.parameters()})
-        if not layers or max(uses.values()) > 1:
+        is_recurrent = bool(find_mixers(self.model))
+        if not layers or max(uses.values()) > 1 or is_recurrent:
             why = "its layers share weights" if layers else "it has no list of layers"
+            why = "its recurrent layers also compute between passes" if is_recurrent else why
             raise ValueError(
                 f"{type(self.model).__name__} can't be read in parts: {why}; leave target.memory_budget_gib and "
                 "target.stage_layers out"
@@ -119,9 +122,10 @@ def _build(config: TargetConfig, described: Any, stored: Mapping[str, StoredTens
             f"its config.json names the file {file} (transformers_weights), and target.memory_budget_gib and "
             f"target.stage_layers read {SINGLE_FILE} or {INDEX_FILE}: rename the file, and delete the key"
         )
-    options: dict[str, Any] = {"dtype": _dtype(config, described, stored), "attn_implementation": config.attn_implementation}
+    attention = attention_of(described, config.attn_implementation)
+    options: dict[str, Any] = {"dtype": _dtype(config, described, stored), "attn_implementation": attention}
     with bounded_build(config.name_or_path, len(stored)), torch.device("meta"):
-        empty: Any = AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code, **options)
+        empty: Any = auto_class(described).from_config(described, trust_remote_code=config.trust_remote_code, **options)
     # 2. The model with stand-ins. transformers ties a stored head to stored embeddings only if their
     # values are equal, so the stand-ins of such tensors are equal where the tensors are.
     tied_shapes = {empty.get_parameter(name).shape for name in empty.all_tied_weights_keys}
@@ -282,10 +286,13 @@ def _planned(name: str, module: nn.Module, sources: Mapping[int, StoredTensor], 
 
 def _token_bytes(model: PreTrainedModel) -> int:
     """Return the bytes of one token's keys and values."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize)
+    numbers = 0
+    for config in layer_configs(model):
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        latent = getattr(config, "kv_lora_rank", None)  # of latent attention, whose cache has no heads
+        numbers += latent + config.qk_rope_head_dim if latent else 2 * heads * head_dim
+    return int(numbers * model.dtype.itemsize)
 
 
 def _warn_of_experts(model: PreTrainedModel) -> None:

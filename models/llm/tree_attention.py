@@ -21,7 +21,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..decoding.tree import depths
 from .split_attention import attend_split, split_mask
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED, INDEXED = "full_attention", "sliding_attention", "chunked_attention", "indexed_attention"
+"""Kinds of attention layers, by transformers' names. The last one chooses keys by an index of its own."""
+STATE_KINDS = {"linear_attention": None, "conv": None, "hybrid": FULL}
+"""Kinds of layers with a recurrent state, and the attention that they have beside it."""
+TOKEN_KINDS = {"mlp", "moe"}
+"""Kinds of layers that read each token alone."""
 BIASED_MODELS = ("bloom", "mpt")
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
@@ -29,20 +34,28 @@ Mask = Float[torch.Tensor, "batch 1 query key"]
 
 
 def attention_kinds(model: PreTrainedModel) -> dict[str, int | None]:
-    """Return the kinds of attention layers, by transformers' names, and the window of each.
+    """Return the kinds of attention layers, by transformers' names, and the window or chunk of each.
 
-    None stands for the whole text.
+    None stands for the whole text. Layers with a recurrent state or of one token each need no mask. A
+    model that has no others gets the mask of full attention, which it ignores.
     Raises ValueError for a kind that can't read a draft tree.
     """
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = set(getattr(config, "layer_types", None) or (SLIDING if window is not None else FULL,))
-    if strange := kinds - {FULL, SLIDING}:
+    kinds = {STATE_KINDS.get(kind, kind) for kind in kinds - TOKEN_KINDS} - {None} or {FULL}
+    if strange := kinds - {FULL, SLIDING, CHUNKED, INDEXED}:
         raise ValueError(
-            f"{type(model).__name__} has layers of type {', '.join(sorted(strange))}; these layers don't attend to single "
-            "tokens, so they can't read a draft tree. Choose another target"
+            f"{type(model).__name__} has layers of type {', '.join(sorted(strange))}, and draft trees can't be read with them. "
+            "Choose another target"
         )
-    return {kind: window if kind == SLIDING else None for kind in sorted(kinds)}
+    reaches = {SLIDING: window, CHUNKED: getattr(config, "attention_chunk_size", None)}
+    return {kind: reaches.get(kind) for kind in sorted(kinds)}
+
+
+def has_only_attention(model: PreTrainedModel) -> bool:
+    """Return whether all layers read keys and values of the text, and nothing else of it."""
+    return set(getattr(model.config.get_text_config(), "layer_types", None) or ()) <= {FULL, SLIDING}
 
 
 def require_tree_attention(model: PreTrainedModel) -> None:
@@ -104,14 +117,16 @@ def tree_attention_mask(
     dtype: torch.dtype,
     window: int | None = None,
     queries: slice = slice(None),
+    *,
+    chunk: int | None = None,
 ) -> Mask:
     """Return the additive mask of the last committed token and the nodes over `extent` columns.
 
     Row b's first `lengths[b]` cache columns are its committed text; the next columns are the
     queries themselves. All queries see the committed text and the last token. A node also sees
     itself and its ancestors. With `window`, a query sees only keys that are fewer than `window`
-    positions back. The mask is additive, because both the sdpa and the eager attention of
-    transformers accept that form.
+    positions back; with `chunk`, only those in its own chunk of so many positions. The mask is
+    additive, because both the sdpa and the eager attention of transformers accept that form.
 
     Of the last committed token and the nodes, only the `queries` get a row. The mask is always new
     memory, not a slice of a larger mask: kernels on a GPU read masks in words of several bytes, and
@@ -129,11 +144,16 @@ def tree_attention_mask(
     # 2. Look these scores up for each cache column. `offset` is 0 and less where text is committed.
     offset = torch.arange(1, extent + 1, device=lengths.device) - lengths[:, None]  # [batch, key]
     mask = added.gather(2, offset.clamp(0, num_nodes + 2)[:, None].expand(-1, added.shape[1], -1))
-    # 3. Hide keys outside the window. Positions count from the last committed token, which is at 0.
-    if window is not None:
+    # 3. Hide keys outside the window or chunk. Positions count from the last committed token, which is at 0.
+    if window is not None or chunk is not None:
         depth = pad(depths(lineage), (1, 0))  # [batch, query]
-        key_position = torch.where(offset <= 0, offset - 1, depth.gather(1, (offset - 1).clamp(0, num_nodes)))
-        mask.masked_fill_(depth[:, queries, None] - key_position[:, None] >= window, hidden)
+        key_position = torch.where(offset <= 0, offset - 1, depth.gather(1, (offset - 1).clamp(0, num_nodes)))[:, None]
+        position = depth[:, queries, None]
+        if window is not None:
+            mask.masked_fill_(position - key_position >= window, hidden)
+        if chunk is not None:
+            first = lengths[:, None, None]
+            mask.masked_fill_((first + position) // chunk != (first + key_position) // chunk, hidden)
     return mask[:, None]
 
 
@@ -178,7 +198,8 @@ def masks_by_kind(
     masks = {}
     for kind, window in kinds.items():
         reach = window if window is not None and window < extent else None
-        mask = tree_attention_mask(lineage, lengths, extent, dtype, reach, queries)
+        options = {"chunk": reach} if kind == CHUNKED else {"window": reach}
+        mask = tree_attention_mask(lineage, lengths, extent, dtype, queries=queries, **options)
         masks[kind] = split_mask(mask, num_parts) if num_parts > 1 else mask
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -260,7 +281,7 @@ def attend_folded(
     # query, head] transposed. So dimensions are only split and moved here, never merged, and one
     # copy puts them in order.
     output = output.unflatten(2, (num_groups, num_queries)).permute(0, 3, 1, 2, 4)
-    return output.reshape(batch, num_queries, num_heads, -1)
+    return output.reshape(batch, num_queries, num_heads, -1).contiguous()
 
 
 # Where this name is used a mask is passed, or there is nothing to hide: so it needs no mask function.
@@ -272,11 +293,12 @@ def grouped_heads(model: PreTrainedModel) -> Iterator[None]:
     """Make masked sdpa attention not repeat keys and values for heads, inside the block.
 
     With a mask, transformers repeats keys and values for every head of a group. That multiplies the
-    cache's memory traffic by the group's size, for example by four.
+    cache's memory traffic by the group's size, for example by four. Layers that choose keys by an index
+    put their choice into the mask only for attention of transformers' own names.
     """
     config = model.config.get_text_config()
     implementation = config._attn_implementation
-    if implementation == "sdpa":
+    if implementation == "sdpa" and INDEXED not in (getattr(config, "layer_types", None) or ()):
         config._attn_implementation = IMPLEMENTATION
     try:
         yield

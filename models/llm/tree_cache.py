@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..decoding.types import Counts
 from .cache_columns import copied_to_host, move_columns, write_columns
+from .recurrent_states import RecurrentStates
 
 EXTENT_STEP = 256
 """`extent` is a multiple of this number of columns if each new extent is compiled or recorded."""
@@ -46,6 +47,7 @@ class TreeCacheLayer(CacheLayerMixin):
     def __init__(self, cache: "TreeCache") -> None:
         super().__init__()
         self.cache = cache
+        self._index_slot: Slot | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -58,6 +60,12 @@ class TreeCacheLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return self.cache.write(self._key_slot, key_states), self.cache.write(self._value_slot, value_states)
+
+    def update_indexer(self, states: torch.Tensor) -> torch.Tensor:
+        """Write the keys of an index [batch, token, width], by which a layer chooses keys; return those of all columns."""
+        if self._index_slot is None:
+            self._index_slot = self.cache.reserve(states[:, None])
+        return self.cache.write(self._index_slot, states[:, None])[:, 0]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.extent, 0
@@ -99,6 +107,7 @@ class TreeCache(Cache):
         is_fixed: bool = False,
         num_present: int | None = None,
         layer_devices: Sequence[torch.device] = (),
+        recurrent: RecurrentStates | None = None,
     ) -> None:
         super().__init__(layers=[TreeCacheLayer(self) for _ in range(num_layers)])
         self._num_layers_on = Counter(layer_devices)
@@ -116,6 +125,8 @@ class TreeCache(Cache):
         self._used: list[int] = []
         self._columns: slice | Int[torch.Tensor, "batch entry"] = slice(0, 0)
         self._copied_columns: dict[torch.device, torch.Tensor] = {}
+        self.recurrent = recurrent
+        """The states of recurrent layers; None for a model without such layers."""
 
     @property
     def lengths(self) -> Counts:
@@ -141,6 +152,8 @@ class TreeCache(Cache):
         self._lengths.zero_()
         for buffer in self._buffers:
             buffer.zero_()  # masked values must be finite too
+        if self.recurrent is not None:
+            self.recurrent.restart()
 
     @torch.inference_mode(False)
     def reserve(self, states: torch.Tensor) -> Slot:
@@ -235,6 +248,8 @@ class TreeCache(Cache):
         read on behind them (its `offset` is their number). A row that commits fewer entries than
         others lists arbitrary ones there. None lists the entries as they are, in the right columns.
         """
+        if self.recurrent is not None:
+            self.recurrent.keep(entries, counts.host)
         self.keep_on_device(entries, counts.device)
         self.count(counts.host)
 
@@ -267,6 +282,8 @@ class TreeCache(Cache):
                 for buffer in self._buffers:
                     buffer[:, index] = buffer[:, row]
         self._host_lengths = tuple(self._host_lengths[row] for row in rows)
+        if self.recurrent is not None:
+            self.recurrent.select(rows)
 
     def take(self, row: int) -> KeptText:
         """Copy a row's committed keys and values to the host."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ..decoding.tree import depths
 from ..decoding.types import Counts
 from .frozen_model import context_length
+from .recurrent_states import Mixer, RecurrentStates, find_mixers
 from .split_attention import choose_num_parts
 from .tree_attention import attention_kinds, grouped_heads, masks_by_kind, require_tree_attention
 from .tree_cache import TreeCache, extent_step
@@ -54,11 +55,18 @@ class TreeReader:
         self.num_present = num_present
         """How many of the model's layers are in this process; None: all."""
         self.kinds: dict[str, int | None] = {}
+        self.mixers: list[Mixer] = []
         self._last_position = context_length(model) - 1
 
     def require_trees(self) -> None:
         """Raise ValueError if the model's configuration shows that it can't read draft trees."""
         require_tree_attention(self.model)
+        self.mixers = find_mixers(self.model)
+        if self.mixers and self.is_fixed:
+            raise ValueError(
+                f"{type(self.model).__name__} has recurrent layers, whose passes depend on the tree's shape, so they can't be "
+                "compiled or recorded; leave target.compiled and target.cuda_graphs out"
+            )
         self.kinds = attention_kinds(self.model)
 
     def new_cache(self, batch: int, capacity: int, device: torch.device) -> TreeCache:
@@ -72,6 +80,7 @@ class TreeReader:
             is_fixed=self.is_fixed,
             num_present=self.num_present,
             layer_devices=self.layer_devices,
+            recurrent=RecurrentStates(self.mixers) if self.mixers else None,
         )
 
     def read_prompts(
@@ -81,7 +90,8 @@ class TreeReader:
         cache.begin_prefill(len(lengths), max(lengths))
         positions = torch.arange(max(lengths), device=device)[None]
         # No mask: under causal attention no token sees the padding on its right.
-        output = run(position_ids=positions, attention_mask=None, past_key_values=cache, use_cache=True)
+        with nullcontext() if cache.recurrent is None else cache.recurrent.reading_prompts(lengths):
+            output = run(position_ids=positions, attention_mask=None, past_key_values=cache, use_cache=True)
         cache.keep(None, Counts.of(lengths, device))
         cache.trim()
         return output
@@ -113,12 +123,13 @@ class TreeReader:
         # columns.
         unread = slice(1 + num_nodes - cache.num_written, None)
         arguments = {"position_ids": positions[:, unread], "past_key_values": cache, "use_cache": True}
+        reading = nullcontext() if cache.recurrent is None else cache.recurrent.reading_tree(lineage)
         if not self._needs_mask(cache, num_nodes):
-            with grouped_heads(self.model) if self._folds_one_query(cache) else nullcontext():
+            with reading, grouped_heads(self.model) if self._folds_one_query(cache) else nullcontext():
                 return run(attention_mask=None, **arguments)
         num_parts = self.num_parts(cache)
         masks = masks_by_kind(self.kinds, lineage, lengths, cache.extent, self.model.dtype, unread, num_parts)
-        with grouped_heads(self.model):
+        with reading, grouped_heads(self.model):
             return run(attention_mask=masks, **arguments)
 
     def _folds_one_query(self, cache: TreeCache) -> bool:

@@ -181,9 +181,6 @@ def refused_model(case: str) -> PreTrainedModel:
         model = make_model("Gemma2", ALTERNATING, "eager")
         model.config._attn_implementation = "sdpa"  # transformers today raises when it is set
         return model
-    if case == "recurrent":
-        options = {**GQA, **MOE, "head_dim": 8, "num_experts": 4, "shared_expert_intermediate_size": 24}
-        return make_model("Qwen3Next", options, "eager")
     if case == "longrope":
         rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
         return make_model("Llama", {**GQA, "rope_parameters": {**rope, "original_max_position_embeddings": 20}}, "eager")
@@ -207,7 +204,6 @@ def refused_model(case: str) -> PreTrainedModel:
     [
         ("alibi", "ALiBi"),
         ("softcap", "set target.attn_implementation to eager"),
-        ("recurrent", "layers of type linear_attention"),
         ("longrope", "chooses its rotary frequencies \\(longrope\\)"),
         ("columns", "cuts windows by cache column"),
         ("own positions", "reads a draft tree differently from plain texts"),

@@ -8,19 +8,27 @@ from outrider.distill.label import branch_attention
 from outrider.distill.label.branch_attention import BranchCache, attention_with_lse, make_segments
 
 
-def full_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attend with a query [head, dim] to keys and values [kv_head, key, dim]."""
+def full_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Attend with a query [head, dim] to keys and values [kv_head, key, dim], and to a sink per head."""
     groups = len(query) // len(keys)
     keys, values = keys.repeat_interleave(groups, 0), values.repeat_interleave(groups, 0)
-    weights = (torch.einsum("hd,hkd->hk", query, keys) * scale).softmax(-1)
-    return torch.einsum("hk,hkd->hd", weights, values)
+    scores = torch.einsum("hd,hkd->hk", query, keys) * scale
+    scores = scores if sinks is None else torch.cat([scores, sinks[:, None]], 1)
+    return torch.einsum("hk,hkd->hd", scores.softmax(-1)[:, : keys.shape[1]], values)
 
 
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("window", [None, 100, 4, 2, 1])
 @pytest.mark.parametrize("value_dim", [8, 6], ids=["kernel", "plain"])
-def test_branches_attend_to_their_text_and_their_own_tokens_only(value_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_branches_attend_to_their_text_and_their_own_tokens_only(
+    value_dim: int, window: int | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(branch_attention, "SEGMENT_QUERIES", 2)
     generator = torch.Generator().manual_seed(0)
     heads, kv_heads, dim, scale = 4, 2, 8, 0.3
+    sinks = torch.randn(heads, generator=generator) if has_sinks else None
     text_keys = torch.randn(3, kv_heads, 9, dim, generator=generator)
     text_values = torch.randn(3, kv_heads, 9, value_dim, generator=generator)
     rows, positions = np.array([0, 0, 0, 2, 2]), np.array([0, 4, 5, 3, 8])
@@ -37,14 +45,17 @@ def test_branches_attend_to_their_text_and_their_own_tokens_only(value_dim: int,
         key = torch.randn(len(rows), kv_heads, dim, generator=generator)
         value = torch.randn(len(rows), kv_heads, value_dim, generator=generator)
         own_entries.append((key, value))
-        output = branches.attend(0, query, key, value, scale)
+        assert branches.store(0, key, value) == 0
+        output = branches.attend(0, query, (text_keys, text_values), scale, window, sinks)
         assert branches.num_steps == step + 1
         for branch, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
             keys = torch.cat([text_keys[row, :, : position + 1], torch.stack([key[branch] for key, _ in own_entries], 1)], 1)
             values = torch.cat(
                 [text_values[row, :, : position + 1], torch.stack([value[branch] for _, value in own_entries], 1)], 1
             )
-            torch.testing.assert_close(output[branch], full_attention(query[branch], keys, values, scale))
+            reach = slice(None) if window is None else slice(-window, None)
+            expected = full_attention(query[branch], keys[:, reach], values[:, reach], scale, sinks)
+            torch.testing.assert_close(output[branch], expected)
             visited += 1
     assert visited == 5 + 5 + 3
 

@@ -23,6 +23,7 @@ from transformers import (
 from outrider.data.stdlib import Cuts, code_conversations
 from outrider.data.types import UNKNOWN
 from outrider.distill.label import branch_attention, continuations
+from outrider.distill.label.branch_attention import BranchCache
 from outrider.distill.label.continuations import label_continuations, require_branch_attention
 from outrider.models.llm.hf_target import HFTarget
 
@@ -235,12 +236,13 @@ def test_the_models_attention_is_restored_after_an_error(make_target: MakeTarget
     assert target.model.config._attn_implementation == before == "sdpa"
 
 
-def test_a_target_with_a_window_shorter_than_the_texts_is_refused(make_target: MakeTarget) -> None:
+def test_a_window_that_branches_ignore_is_found(make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     config = MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=32)
     target = make_target(MistralForCausalLM(config))
-    require_branch_attention(target, 32)
-    with pytest.raises(ValueError, match="sliding window of 32"):
-        require_branch_attention(target, 33)
+    require_branch_attention(target, 45)
+    monkeypatch.setattr(BranchCache, "_segments", lambda self, window, step: self.segments)
+    with pytest.raises(ValueError, match="decodes branches differently"):
+        require_branch_attention(target, 45)
 
 
 def test_texts_beyond_the_context_window_are_refused(make_target: MakeTarget) -> None:

@@ -1,0 +1,143 @@
+"""Families of transformers: draft trees, labels and hidden states, against full passes; or one clear error."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from outrider.data.types import DrafterBatch
+from outrider.distill.label.continuations import label_continuations, require_branch_attention
+from outrider.models.decoding import GreedyAcceptance, generate
+from outrider.models.drafters import NullDrafter
+from outrider.models.drafters.oracle import OracleDrafter
+from outrider.models.drafters.saved.build import build_drafter, parse_drafter
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
+from outrider.train.batches import states_of_texts
+
+from ..tiny_models import IDENTITY
+from .families import ALONG_THE_TEXT, BRANCHES, REFUSED, VOCAB, make_family
+
+NUM_NEW, HORIZON = 12, 4
+PROMPTS = [list(range(3, 12)), [50, 51, 52, 53, 54, 55, 56], [97, 3, 14, 15, 92, 65, 35, 89, 79, 32, 38]]
+QUICK = {"gemma4_text", "gpt_oss", "deepseek_v3", "deepseek_v32", "llama4_text", "qwen3_5_text", "falcon_h1", "lfm2", "rwkv"}
+
+
+def rows(*families: dict[str, object]) -> list[object]:
+    names = [name for family in families for name in family]
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+
+
+@cache
+def model_of(name: str) -> PreTrainedModel:
+    return make_family(name)
+
+
+@cache
+def answer(name: str, prompt: tuple[int, ...], num_new: int) -> list[int]:
+    """Decode greedily without cache, mask, or any code of ours."""
+    text = torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(num_new):
+            text = torch.cat([text, model_of(name)(text, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    return text[0, len(prompt) :].tolist()
+
+
+@pytest.fixture
+def target_of(tiny_tokenizer: PreTrainedTokenizerBase) -> Callable[[str], HFTarget]:
+    def make(name: str) -> HFTarget:
+        model = model_of(name)
+        return HFTarget(model, tiny_tokenizer, replace(IDENTITY, hidden_size=32, vocab_size=VOCAB))
+
+    return make
+
+
+def decode(target: HFTarget, drafter, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
+    answers: list[list[int]] = [[] for _ in prompts]
+    num_accepted = 0
+    inputs = [torch.tensor(prompt) for prompt in prompts]
+    for step in generate(target, drafter, GreedyAcceptance(), inputs, max_new_tokens=NUM_NEW):
+        num_accepted += sum(step.num_accepted)
+        for row, tokens in zip(step.rows, step.tokens, strict=True):
+            answers[row] += tokens
+    return answers, num_accepted
+
+
+@pytest.mark.parametrize("name", rows(BRANCHES, ALONG_THE_TEXT))
+def test_texts_trees_and_batches_give_the_tokens_of_full_passes(name, target_of):
+    target = target_of(name)
+    expected = [answer(name, tuple(prompt), NUM_NEW) for prompt in PROMPTS]
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        assert decode(target, NullDrafter(), [prompt]) == ([tokens], 0)
+    assert decode(target, NullDrafter(), PROMPTS) == (expected, 0)
+    for right in ([0, 1, 0], [2, 3, 1], [4, 4, 4]):
+        answers, num_accepted = decode(target, OracleDrafter(expected, right, VOCAB), PROMPTS)
+        assert answers == expected
+        assert num_accepted > 0
+
+
+@pytest.mark.parametrize("name", rows(BRANCHES, ALONG_THE_TEXT))
+def test_labels_are_those_of_naive_decoding(name, target_of):
+    target = target_of(name)
+    # 1. One text that is mostly the target's own, and one of random tokens.
+    length, last = 20, 15
+    own = [*PROMPTS[0], *answer(name, tuple(PROMPTS[0]), NUM_NEW)][:length]
+    other = torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    texts = torch.tensor([own, other])
+    wanted = torch.ones(2, length, dtype=torch.bool)
+    wanted[1, last:] = False
+    # 2. Labels of branches, or along the text.
+    has_branches = name in BRANCHES
+    if has_branches:
+        require_branch_attention(target, length + HORIZON)
+    else:
+        with pytest.raises(ValueError, match=r"distill.branches=false"):
+            require_branch_attention(target, length + HORIZON)
+    labels, _, stats = label_continuations(target, texts, wanted, wanted, horizon=HORIZON, branches=has_branches)
+    lengths = []
+    for row, column in wanted.nonzero().tolist():
+        text = texts[row, : column + 1].tolist()
+        label = [token for token in labels[row, column].tolist() if token >= 0]
+        assert label == answer(name, tuple(text), HORIZON)[: len(label)]
+        lengths.append(len(label))
+    assert (stats.num_branch_tokens > 0) == has_branches
+    assert min(lengths) == (HORIZON if has_branches else 1)
+    assert max(lengths) == HORIZON
+
+
+@pytest.mark.parametrize("name", rows(BRANCHES, ALONG_THE_TEXT))
+def test_states_of_padded_texts_are_those_of_each_alone_and_drafters_read_them(name, target_of):
+    target = target_of(name)
+    texts = [torch.tensor(tokens) for tokens in (PROMPTS[0] * 2, PROMPTS[1], PROMPTS[2])]
+    input_ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    real = torch.arange(input_ids.shape[1]) < torch.tensor([[len(text)] for text in texts])
+    continuations = torch.zeros(*real.shape, 2, dtype=torch.long)
+    batch = DrafterBatch(
+        input_ids=input_ids, attention_mask=real, positions=torch.zeros_like(real), continuations=continuations
+    )
+    last, features = states_of_texts(target, batch, last=True, layers=(1,))
+    for row, text in enumerate(texts):
+        alone, inputs = target.hidden_states(text[None], (1,))
+        for padded, expected in ((last, alone), (features, inputs)):
+            torch.testing.assert_close(padded[row, : len(text)], expected[0], rtol=1e-3, atol=1e-4)
+    spec = parse_drafter({"kind": "eagle3", "init": "random", "layer": {"model_type": "llama"}, "depth": 3, "tree_nodes": 8})
+    drafter = build_drafter(spec, target).double().eval()
+    assert decode(target, drafter, PROMPTS)[0] == [answer(name, tuple(prompt), NUM_NEW) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("name", rows(REFUSED))
+def test_families_that_cant_read_trees_are_one_clear_error(name, target_of):
+    with pytest.raises(ValueError, match=REFUSED[name][1]):
+        decode(target_of(name), NullDrafter(), PROMPTS[:1])
+
+
+@pytest.mark.parametrize(("name", "attention"), [("gpt_oss", "eager"), ("exaone4_5", "sdpa"), ("qwen3_5_text", "sdpa")])
+def test_a_folder_is_loaded_with_the_attention_that_its_family_has(name, attention, tmp_path):
+    model_of(name).save_pretrained(tmp_path)
+    target = load_target(TargetConfig(name_or_path=str(tmp_path), dtype="float32"), torch.device("cpu"), needs_tokenizer=False)
+    assert target.model.config.get_text_config()._attn_implementation == attention
+    assert type(target.model) is type(model_of(name))
