@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 
 from ...data.manifest import TargetIdentity
 from ..decoding.types import Prompts
-from .hidden_states import CapturedHiddenStates, decoder_layers, without_head
+from .hidden_states import CapturedHiddenStates, decoder_layers, features_of, without_head
 
 ROUNDING = 0.001
 """Relative error of logits and states that rounding explains in types like float32."""
@@ -158,7 +158,8 @@ class FrozenModel:
     @torch.no_grad()
     def layer_inputs(self, feature_layers: tuple[int, ...], **inputs: Any) -> Float[torch.Tensor, "batch seq feature"]:
         """Return the inputs of `feature_layers`, side by side. Later layers are not computed."""
-        return self._captured.inputs_of(feature_layers, partial(without_head(self.model), **inputs, use_cache=False))
+        run = partial(without_head(self.model), **inputs, use_cache=False)
+        return features_of(self._captured.inputs_of(feature_layers, run))
 
     def read_texts(
         self, feature_layers: tuple[int, ...] = (), cache: Cache | None = None, **inputs: Any

@@ -76,7 +76,7 @@ class CapturedHiddenStates:
             yield states
             assert self._hidden_states is not None, "the model has not been run"
             states.last = self._hidden_states
-            states.layer_inputs = self._side_by_side() if layers else None
+            states.layer_inputs = features_of(self._side_by_side()) if layers else None
         finally:
             self._awaited, self._hidden_states = False, None
             self._inputs.clear()
@@ -105,14 +105,19 @@ class CapturedHiddenStates:
 
     def _side_by_side(self) -> torch.Tensor:
         inputs = [self._inputs.pop(index) for index in self.layers]
-        if inputs[0].ndim != 3:
-            raise ValueError(
-                "the target's layers read several hidden states of each token, and no drafter reads such features; choose one "
-                "that reads the last hidden states, such as redrafter"
-            )
         # A target's layers may be on several devices. The final norm is on the first one.
         device = inputs[0].device if self._hidden_states is None else self._hidden_states.device
         return torch.cat([states.to(device) for states in inputs], dim=-1)
+
+
+def features_of(layer_inputs: torch.Tensor) -> torch.Tensor:
+    """Return the inputs of layers. Raises ValueError if they have several hidden states of each token."""
+    if layer_inputs.ndim != 3:
+        raise ValueError(
+            "the target's layers read several hidden states of each token, and no drafter reads such features; choose one that "
+            "reads the last hidden states, such as redrafter"
+        )
+    return layer_inputs
 
 
 def decoder_of(model: PreTrainedModel) -> Any:

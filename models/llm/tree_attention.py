@@ -198,8 +198,10 @@ def masks_by_kind(
     masks = {}
     for kind, window in kinds.items():
         reach = window if window is not None and window < extent else None
-        options = {"chunk": reach} if kind == CHUNKED else {"window": reach}
-        mask = tree_attention_mask(lineage, lengths, extent, dtype, queries=queries, **options)
+        if kind == CHUNKED:
+            mask = tree_attention_mask(lineage, lengths, extent, dtype, None, queries, chunk=reach)
+        else:
+            mask = tree_attention_mask(lineage, lengths, extent, dtype, reach, queries)
         masks[kind] = split_mask(mask, num_parts) if num_parts > 1 else mask
     return masks if len(masks) > 1 else next(iter(masks.values()))
 

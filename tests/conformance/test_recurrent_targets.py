@@ -1,0 +1,144 @@
+"""Every kind of drafter on targets with recurrent layers: labelled along the text, trained, saved, loaded and decoded."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.data.types import DrafterBatch
+from outrider.distill.label.continuations import label_continuations
+from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
+from outrider.models.decoding.tree import chain_tree
+from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
+from outrider.models.drafters.objective import Objective
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.recurrent_states import Paths, find_mixers
+from outrider.train.batches import states_of_texts
+
+from ..tiny_models import IDENTITY
+from .families import VOCAB, make_family
+from .test_drafters import FREE, FROM_RANDOM, ROW_KINDS
+
+FAMILIES = ("qwen3_5_text", "falcon_h1", "lfm2")
+QUICK = {"redrafter", "eagle3", "draft_model"}
+PROMPTS = [list(range(3, 12)), [50, 51, 52, 53, 54, 55, 56], [97, 3, 14, 15, 92, 65, 35, 89, 79, 32, 38]]
+NUM_NEW, HORIZON, STEPS = 16, 5, 60
+LLAMA = {"layer": {"model_type": "llama"}}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def target(request, tiny_tokenizer) -> HFTarget:
+    return HFTarget(make_family(request.param), tiny_tokenizer, replace(IDENTITY, hidden_size=32, vocab_size=VOCAB))
+
+
+@pytest.fixture(scope="module")
+def plain(target) -> list[list[int]]:
+    return [decode(target, NullDrafter(), [prompt])[0][0] for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def batch(target, plain) -> DrafterBatch:
+    """Label the target's own texts, without branches."""
+    texts = torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor([*prompt, *tokens]) for prompt, tokens in zip(PROMPTS, plain, strict=True)], batch_first=True
+    )
+    lengths = torch.tensor([[len(prompt) + NUM_NEW] for prompt in PROMPTS])
+    column = torch.arange(texts.shape[1])
+    is_token = column < lengths
+    wanted = is_token & (column >= lengths - NUM_NEW - 1)
+    labels, features, stats = label_continuations(target, texts, is_token, wanted, horizon=HORIZON, branches=False)
+    assert stats.num_branch_tokens == 0
+    assert stats.num_agreeing >= NUM_NEW * len(PROMPTS), "the text isn't the target's own"
+    return DrafterBatch(
+        input_ids=texts,
+        attention_mask=is_token,
+        positions=wanted,
+        continuations=labels,
+        hidden_states=features.hidden_states.float(),
+    )
+
+
+def decode(target, drafter, prompts, rule=None, seeds=None) -> tuple[list[list[int]], int]:
+    answers: list[list[int]] = [[] for _ in prompts]
+    num_accepted = 0
+    inputs, generator = [torch.tensor(prompt) for prompt in prompts], None if seeds is None else RowSeeds(seeds)
+    for step in generate(target, drafter, rule or GreedyAcceptance(), inputs, max_new_tokens=NUM_NEW, generator=generator):
+        num_accepted += sum(step.num_accepted)
+        for row, tokens in zip(step.rows, step.tokens, strict=True):
+            answers[row] += tokens
+    return answers, num_accepted
+
+
+def options_of(name: str) -> dict[str, Any]:
+    options = {"kind": name, **FROM_RANDOM[name]}
+    return options | (LLAMA if ROW_KINDS[name] in {"eagle", "eagle3", "block"} else {})
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FROM_RANDOM if "drawn" not in name]
+)
+def test_each_kind_learns_from_labels_along_the_text_and_changes_no_token(name, target, plain, batch, tmp_path):
+    torch.manual_seed(0)
+    # 1. Train.
+    if ROW_KINDS[name] == "draft_model" and "falcon" in target.model.config.model_type:
+        with pytest.raises(ValueError, match="recurrent layers"):
+            build_drafter(parse_drafter(options_of(name)), target)
+        return
+    drafter = build_drafter(parse_drafter(options_of(name)), target).train()
+    if drafter.feature_layers:
+        _, features = states_of_texts(target, batch, last=False, layers=drafter.feature_layers)
+        batch = replace(batch, features=features.float())
+    optimizer = torch.optim.AdamW([weight for weight in drafter.parameters() if weight.requires_grad], lr=2e-2)
+    for _ in range(STEPS):
+        loss = drafter.loss(batch, Objective())
+        optimizer.zero_grad()
+        (loss.sums.sum() / loss.counts.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        optimizer.step()
+    drafter.eval().calibrate(drafter.loss(batch, Objective()))
+    save_drafter(drafter, tmp_path, target.identity)
+    # 2. Decode.
+    drafter = load_drafter(tmp_path, target)
+    answers, num_accepted = decode(target, drafter, PROMPTS)
+    assert answers == plain
+    assert num_accepted > NUM_NEW, "it has learned nothing"
+    rule = SpeculativeSampling(sampling=Sampling(temperature=0.7, top_p=0.95))
+    assert decode(target, drafter, PROMPTS, rule, range(3))[0] == decode(target, NullDrafter(), PROMPTS, rule, range(3))[0]
+
+
+def test_merged_free_drafts_change_no_token(target, plain):
+    for pace in ("fixed", "expected"):
+        drafter = load_drafter("+".join(FREE), target, pace=pace, tree_nodes=12, **FREE)
+        for _ in range(2):  # the second time it knows the texts
+            assert decode(target, drafter, PROMPTS)[0] == plain
+
+
+def test_paths_of_trees():
+    parents = torch.tensor([[-1, 0, 0, -1, 3], [-1, 0, -2, -2, -2]])
+    nodes = {0: [0], 1: [1, 0], 2: [2, 0], 3: [3], 4: [4, 3]}
+    lineage = torch.full((2, 5, 2), -1)
+    for row, count in enumerate((5, 2)):
+        for node in range(count):
+            lineage[row, node, : len(nodes[node])] = torch.tensor(nodes[node])
+    assert parents.shape == lineage.shape[:2]
+    paths = Paths.of(lineage)
+    assert paths.entries.tolist() == [[[0, 1, 2], [0, 1, 3], [0, 4, 5]], [[0, 1, 2], [0, 0, 0], [0, 0, 0]]]
+    values = torch.arange(12.0).view(2, 6, 1)
+    spread = paths.spread(values)
+    assert spread.shape == (6, 3, 1)
+    assert torch.equal(paths.gather(spread)[0], values[0])
+    assert torch.equal(paths.gather(spread)[1, :3], values[1, :3])
+    chain = Paths.of(chain_tree(torch.zeros(2, 4, dtype=torch.long)).lineage)
+    assert chain.is_chain
+    assert Paths.of(torch.zeros(2, 0, 0, dtype=torch.long)).entries.tolist() == [[[0]], [[0]]]
+
+
+def test_mixers_are_restored_after_an_error(target, monkeypatch):
+    mixers = find_mixers(target.model)
+    decode(target, NullDrafter(), PROMPTS)
+    assert not any("forward" in vars(mixer.module) for mixer in mixers)
+    monkeypatch.setattr(type(mixers[-1].module), "forward", lambda self, *args, **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        decode(target, NullDrafter(), PROMPTS)
+    assert not any("forward" in vars(part) for mixer in mixers for part in (mixer.module, *mixer.linears))
