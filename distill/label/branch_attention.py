@@ -344,7 +344,7 @@ def require_plain_scores(model: PreTrainedModel) -> None:
     if strange := attention_kinds(model).keys() - {FULL, SLIDING}:
         raise ValueError(f"{name} has layers of type {', '.join(sorted(strange))}, which branches can't read{REMEDY}")
     if find_mixers(model):
-        raise ValueError(f"{name} has recurrent layers, whose state no other continuation than the text's has{REMEDY}")
+        raise ValueError(f"{name} has recurrent layers, which can't continue a text from many positions at once{REMEDY}")
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise ValueError(f"{name} caps its attention scores, which branch attention doesn't support{REMEDY}")
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
