@@ -83,6 +83,9 @@ class Mixer:
         self.linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
         self._signature = inspect.signature(module.forward)
         self._input = next(iter(self._signature.parameters))
+        self._scope: dict[str, Any] = inspect.unwrap(type(module).forward).__globals__  # type: ignore[attr-defined]
+        functions = {name: value for name, value in self._scope.items() if inspect.isfunction(value)}
+        self._chunked = {name: (value, chunk) for name, value in functions.items() if (chunk := _chunk(value))}
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Hidden, dict[str, Any]]:
         """Return the input of a call, and all of its arguments by name. Raises ValueError for a call without a cache."""
@@ -96,7 +99,27 @@ class Mixer:
         """Return what `forward` returns for another input and state, and the new state."""
         cache = MixerCache(state)
         arguments = {name: cache if isinstance(value, Cache) else value for name, value in arguments.items()}
-        return forward(**arguments | {self._input: hidden}), cache.state
+        with self._short_chunks(hidden.shape[1]):
+            return forward(**arguments | {self._input: hidden}), cache.state
+
+    @contextmanager
+    def _short_chunks(self, num_tokens: int) -> Iterator[None]:
+        """Let PyTorch's own kernels read so few tokens in one chunk of their number, inside the block.
+
+        They pad all texts to whole chunks, and a chunk takes as many steps as it has tokens. The size is an
+        attribute of the mixer, or a function's default.
+        """
+        own = vars(self.module).get("chunk_size")
+        try:
+            if own is not None:
+                vars(self.module)["chunk_size"] = min(own, num_tokens)
+            for name, (function, chunk) in self._chunked.items():
+                self._scope[name] = partial(function, chunk_size=min(chunk, num_tokens))
+            yield
+        finally:
+            self._scope.update((name, function) for name, (function, _) in self._chunked.items())
+            if own is not None:
+                vars(self.module)["chunk_size"] = own
 
 
 def hidden_of(output: Any) -> Hidden:
@@ -121,6 +144,12 @@ def _is_mixer(kind: type) -> bool:
     except (AttributeError, TypeError, OSError):
         return False  # built in, or made by code
     return any(method in source for method in STATE_METHODS)
+
+
+def _chunk(function: Any) -> int:
+    """Return a function's default number of tokens in a chunk; 0 if it has none."""
+    parameter = inspect.signature(function).parameters.get("chunk_size")
+    return parameter.default if parameter is not None and isinstance(parameter.default, int) else 0
 
 
 @dataclass(frozen=True, slots=True)

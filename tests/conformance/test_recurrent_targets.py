@@ -24,6 +24,8 @@ FAMILIES = ("qwen3_5_text", "falcon_h1", "lfm2")
 QUICK = {"redrafter", "eagle3", "draft_model"}
 PROMPTS = [list(range(3, 12)), [50, 51, 52, 53, 54, 55, 56], [97, 3, 14, 15, 92, 65, 35, 89, 79, 32, 38]]
 NUM_NEW, HORIZON, STEPS = 16, 5, 60
+CHUNKS = {"qwen3_5_text": {64}, "falcon_h1": {8}, "lfm2": set()}
+"""Tokens in a chunk of each family's kernels."""
 LLAMA = {"layer": {"model_type": "llama"}}
 
 
@@ -142,3 +144,6 @@ def test_mixers_are_restored_after_an_error(target, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         decode(target, NullDrafter(), PROMPTS)
     assert not any("forward" in vars(part) for mixer in mixers for part in (mixer.module, *mixer.linears))
+    assert all(mixer._scope[name] is function for mixer in mixers for name, (function, _) in mixer._chunked.items())
+    chunks = {vars(mixer.module).get("chunk_size") for mixer in mixers} | {c for m in mixers for _, c in m._chunked.values()}
+    assert chunks - {None} == CHUNKS[target.model.config.model_type]

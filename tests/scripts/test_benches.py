@@ -132,6 +132,15 @@ def test_training_in_every_way_has_equal_losses(script: Callable[[str], Any], de
     assert {row["way"] for row in rows} == {"stored", "recomputed", "packed", "straightforward"}
 
 
+def test_steps_of_a_recurrent_target_are_timed_beside_attention(script: Callable[[str], Any], tmp_path: Path) -> None:
+    output = tmp_path / "recurrent.json"
+    script("bench/recurrent").main(layers=4, hidden=64, text=8, rounds=1, threads=1, output=output)
+    rows = rows_of(output)
+    assert [row["nodes"] for row in rows] == [0, 4, 16, 40] * 2
+    assert all(0 < row["commit_share"] < 1 and row["milliseconds"] > 0 for row in rows)
+    assert json.loads(output.read_text())["state_bytes"] > 0
+
+
 def test_labels_are_what_generate_continues_with(script: Callable[[str], Any], tiny_target_dir: Path, tmp_path: Path) -> None:
     labelling = script("bench/labelling")
     options = {"texts": 2, "seq": 16, "sample": 5, "rounds": 1, "batch_size": 2, "horizon": 3}
