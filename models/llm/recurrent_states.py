@@ -83,7 +83,7 @@ class Mixer:
         self.linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
         self._signature = inspect.signature(module.forward)
         self._input = next(iter(self._signature.parameters))
-        self._scope: dict[str, Any] = inspect.unwrap(type(module).forward).__globals__  # type: ignore[attr-defined]
+        self._scope: dict[str, Any] = inspect.unwrap(type(module).forward).__globals__
         functions = {name: value for name, value in self._scope.items() if inspect.isfunction(value)}
         self._chunked = {name: (value, chunk) for name, value in functions.items() if (chunk := _chunk(value))}
 

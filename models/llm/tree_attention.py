@@ -55,7 +55,7 @@ def attention_kinds(model: PreTrainedModel) -> dict[str, int | None]:
 
 def has_only_attention(model: PreTrainedModel) -> bool:
     """Return whether all layers read keys and values of the text, and nothing else of it."""
-    return set(getattr(model.config.get_text_config(), "layer_types", None) or ()) <= {FULL, SLIDING}
+    return set(getattr(model.config.get_text_config(), "layer_types", None) or ()) <= {FULL, SLIDING, CHUNKED}
 
 
 def require_tree_attention(model: PreTrainedModel) -> None:

@@ -114,7 +114,7 @@ BRANCHES: dict[str, dict[str, Any]] = {
 """Families whose positions are all labelled with branches."""
 ALONG_THE_TEXT: dict[str, dict[str, Any]] = {
     "llama4_text": {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 48},
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), EXPERTS | LATENT | INDEX),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "hy_v4"), EXPERTS | LATENT | INDEX),
     **dict.fromkeys(("qwen3_5_text", "olmo_hybrid"), LINEAR),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), EXPERTS | LINEAR),
     "kimi_linear": EXPERTS | LATENT | LINEAR | {"linear_head_dim": 8, "linear_num_heads": 4},
