@@ -1,5 +1,6 @@
 """Loading of a language model by transformers, with all of its weights, and what its errors mean."""
 
+import logging
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from ...data.hub import use_hub, why_offline
 from ..bounded_build import CANT_BE_BUILT, bounded_build, stored_size
 from .config import TargetConfig
 from .weight_files import with_index
+
+logger = logging.getLogger(__name__)
 
 
 def auto_class(described: Any) -> Any:
@@ -32,6 +35,7 @@ def attention_of(described: Any, wanted: str) -> str:
     """
     mapping = auto_class(described)._model_mapping
     if wanted == "sdpa" and type(described) in mapping and not mapping[type(described)]._supports_sdpa:
+        logger.info("%s has no sdpa attention in transformers; it is loaded with eager attention", described.model_type)
         return "eager"
     return wanted
 

@@ -141,10 +141,8 @@ def choose_num_parts(model: PreTrainedModel, cache: TreeCache) -> int:
     """
     if not on_cuda(cache.lengths.device) or cache.extent < MIN_KEYS or cache.batch > MAX_TEXTS:
         return 1
-    # Only layers that call our attention function can read a mask in parts (see `grouped_heads`).
-    config = model.config.get_text_config()
-    is_indexed = "indexed_attention" in (getattr(config, "layer_types", None) or ())
-    if config._attn_implementation != "sdpa" or not model._supports_attention_backend or is_indexed:
+    # Only layers that call our attention function can read a mask in parts.
+    if not takes_our_attention(model) or not model._supports_attention_backend:
         return 1
     layers = cache.states(1)
     # Layers that have read nothing have no keys. That is so if texts left a batch of another target and
@@ -152,6 +150,19 @@ def choose_num_parts(model: PreTrainedModel, cache: TreeCache) -> int:
     if not layers or not all(has_kernel(*layer) and layer[0].dtype == model.dtype for layer in layers):
         return 1
     return count_parts(num_processors(cache.lengths.device), cache.batch * layers[0][0].shape[1], cache.extent)
+
+
+INDEXED = "indexed_attention"
+"""transformers' name of layers that choose keys by an index."""
+
+
+def takes_our_attention(model: PreTrainedModel) -> bool:
+    """Return whether our attention may compute a model's masked layers in place of transformers' sdpa.
+
+    Layers that choose keys by an index put their choice into the mask only for transformers' own names.
+    """
+    config = model.config.get_text_config()
+    return config._attn_implementation == "sdpa" and INDEXED not in (getattr(config, "layer_types", None) or ())
 
 
 def count_parts(num_processors: int, num_groups: int, num_keys: int) -> int:

@@ -19,10 +19,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..decoding.tree import depths
-from .split_attention import attend_split, split_mask
+from .split_attention import INDEXED, attend_split, split_mask, takes_our_attention
 
-FULL, SLIDING, CHUNKED, INDEXED = "full_attention", "sliding_attention", "chunked_attention", "indexed_attention"
-"""Kinds of attention layers, by transformers' names. The last one chooses keys by an index of its own."""
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+"""Kinds of attention layers, by transformers' names; a further one is INDEXED."""
 STATE_KINDS = {"linear_attention": None, "conv": None, "hybrid": FULL}
 """Kinds of layers with a recurrent state, and the attention that they have beside it."""
 TOKEN_KINDS = {"mlp", "moe"}
@@ -295,12 +295,11 @@ def grouped_heads(model: PreTrainedModel) -> Iterator[None]:
     """Make masked sdpa attention not repeat keys and values for heads, inside the block.
 
     With a mask, transformers repeats keys and values for every head of a group. That multiplies the
-    cache's memory traffic by the group's size, for example by four. Layers that choose keys by an index
-    put their choice into the mask only for attention of transformers' own names.
+    cache's memory traffic by the group's size, for example by four.
     """
     config = model.config.get_text_config()
     implementation = config._attn_implementation
-    if implementation == "sdpa" and INDEXED not in (getattr(config, "layer_types", None) or ()):
+    if takes_our_attention(model):
         config._attn_implementation = IMPLEMENTATION
     try:
         yield

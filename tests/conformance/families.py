@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
+from outrider.models.decoding import GreedyAcceptance, RowSeeds, generate
+from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.pretrained import auto_class
 
 VOCAB = 100
+PROMPTS = [list(range(3, 12)), [50, 51, 52, 53, 54, 55, 56], [97, 3, 14, 15, 92, 65, 35, 89, 79, 32, 38]]
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -193,3 +196,17 @@ def make_family(name: str) -> PreTrainedModel:
         with suppress(ValueError, AttributeError):
             model.set_experts_implementation("eager")  # the others can't compute in float64
     return model.requires_grad_(False)
+
+
+def decode(
+    target: HFTarget, drafter: Any, prompts: list[list[int]], num_new: int, rule: Any = None, seeds: Any = None
+) -> tuple[list[list[int]], int]:
+    """Return the answers, and the number of accepted draft tokens."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    num_accepted = 0
+    inputs, generator = [torch.tensor(prompt) for prompt in prompts], None if seeds is None else RowSeeds(seeds)
+    for step in generate(target, drafter, rule or GreedyAcceptance(), inputs, max_new_tokens=num_new, generator=generator):
+        num_accepted += sum(step.num_accepted)
+        for row, tokens in zip(step.rows, step.tokens, strict=True):
+            answers[row] += tokens
+    return answers, num_accepted

@@ -208,8 +208,8 @@ def train(target, batch, tmp_path_factory) -> Callable[[str], Trained]:
     return cache(lambda kind: train_one(kind, target, batch, tmp_path_factory.mktemp(kind)))
 
 
-def train_one(kind: str, target: HFTarget, batch: DrafterBatch, folder: Path) -> Trained:
-    drafter, batch = make(kind, target, batch)
+def fit(drafter: TrainableDrafter, batch: DrafterBatch) -> None:
+    """Train a drafter on one batch, for STEPS steps."""
     optimizer = torch.optim.AdamW(
         [parameter for parameter in drafter.parameters() if parameter.requires_grad], lr=LEARNING_RATE
     )
@@ -219,6 +219,11 @@ def train_one(kind: str, target: HFTarget, batch: DrafterBatch, folder: Path) ->
         (loss.sums.sum() / loss.counts.sum()).backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
+
+
+def train_one(kind: str, target: HFTarget, batch: DrafterBatch, folder: Path) -> Trained:
+    drafter, batch = make(kind, target, batch)
+    fit(drafter, batch)
     drafter.eval()
     with torch.no_grad():
         loss = drafter.loss(batch, Objective())

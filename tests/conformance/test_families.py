@@ -10,7 +10,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.data.types import DrafterBatch
 from outrider.distill.label.continuations import label_continuations, require_branch_attention
-from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.drafters.saved.build import build_drafter, parse_drafter
@@ -20,10 +19,9 @@ from outrider.models.llm.loading import load_target
 from outrider.train.batches import states_of_texts
 
 from ..tiny_models import IDENTITY
-from .families import ALONG_THE_TEXT, BRANCHES, REFUSED, VOCAB, make_family
+from .families import ALONG_THE_TEXT, BRANCHES, PROMPTS, REFUSED, VOCAB, decode, make_family
 
 NUM_NEW, HORIZON = 12, 4
-PROMPTS = [list(range(3, 12)), [50, 51, 52, 53, 54, 55, 56], [97, 3, 14, 15, 92, 65, 35, 89, 79, 32, 38]]
 QUICK = {"gemma4_text", "gpt_oss", "deepseek_v3", "deepseek_v32", "llama4_text", "qwen3_5_text", "falcon_h1", "lfm2", "rwkv"}
 
 
@@ -56,26 +54,15 @@ def target_of(tiny_tokenizer: PreTrainedTokenizerBase) -> Callable[[str], HFTarg
     return make
 
 
-def decode(target: HFTarget, drafter, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
-    answers: list[list[int]] = [[] for _ in prompts]
-    num_accepted = 0
-    inputs = [torch.tensor(prompt) for prompt in prompts]
-    for step in generate(target, drafter, GreedyAcceptance(), inputs, max_new_tokens=NUM_NEW):
-        num_accepted += sum(step.num_accepted)
-        for row, tokens in zip(step.rows, step.tokens, strict=True):
-            answers[row] += tokens
-    return answers, num_accepted
-
-
 @pytest.mark.parametrize("name", rows(BRANCHES, ALONG_THE_TEXT))
 def test_texts_trees_and_batches_give_the_tokens_of_full_passes(name, target_of):
     target = target_of(name)
     expected = [answer(name, tuple(prompt), NUM_NEW) for prompt in PROMPTS]
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
-        assert decode(target, NullDrafter(), [prompt]) == ([tokens], 0)
-    assert decode(target, NullDrafter(), PROMPTS) == (expected, 0)
+        assert decode(target, NullDrafter(), [prompt], NUM_NEW) == ([tokens], 0)
+    assert decode(target, NullDrafter(), PROMPTS, NUM_NEW) == (expected, 0)
     for right in ([0, 1, 0], [2, 3, 1], [4, 4, 4]):
-        answers, num_accepted = decode(target, OracleDrafter(expected, right, VOCAB), PROMPTS)
+        answers, num_accepted = decode(target, OracleDrafter(expected, right, VOCAB), PROMPTS, NUM_NEW)
         assert answers == expected
         assert num_accepted > 0
 
@@ -130,13 +117,13 @@ def test_states_of_padded_texts_are_those_of_each_alone_and_drafters_read_them(n
             torch.testing.assert_close(padded[row, : len(text)], expected[0], rtol=1e-3, atol=1e-4)
     spec = parse_drafter({"kind": "eagle3", "init": "random", "layer": {"model_type": "llama"}, "depth": 3, "tree_nodes": 8})
     drafter = build_drafter(spec, target).double().eval()
-    assert decode(target, drafter, PROMPTS)[0] == [answer(name, tuple(prompt), NUM_NEW) for prompt in PROMPTS]
+    assert decode(target, drafter, PROMPTS, NUM_NEW)[0] == [answer(name, tuple(prompt), NUM_NEW) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("name", rows(REFUSED))
 def test_families_that_cant_read_trees_are_one_clear_error(name, target_of):
     with pytest.raises(ValueError, match=REFUSED[name][1]):
-        decode(target_of(name), NullDrafter(), PROMPTS[:1])
+        decode(target_of(name), NullDrafter(), PROMPTS[:1], NUM_NEW)
 
 
 @pytest.mark.parametrize(("name", "attention"), [("gpt_oss", "eager"), ("exaone4_5", "sdpa"), ("qwen3_5_text", "sdpa")])

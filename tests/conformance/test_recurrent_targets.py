@@ -8,7 +8,7 @@ import torch
 
 from outrider.data.types import DrafterBatch
 from outrider.distill.label.continuations import label_continuations
-from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
+from outrider.models.decoding import Sampling, SpeculativeSampling
 from outrider.models.decoding.tree import chain_tree
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.objective import Objective
@@ -17,13 +17,12 @@ from outrider.models.llm.recurrent_states import Paths, find_mixers
 from outrider.train.batches import states_of_texts
 
 from ..tiny_models import IDENTITY
-from .families import VOCAB, make_family
-from .test_drafters import FREE, FROM_RANDOM, ROW_KINDS
+from .families import PROMPTS, VOCAB, decode, make_family
+from .test_drafters import FREE, FROM_RANDOM, ROW_KINDS, fit
 
 FAMILIES = ("qwen3_5_text", "falcon_h1", "lfm2")
 QUICK = {"redrafter", "eagle3", "draft_model"}
-PROMPTS = [list(range(3, 12)), [50, 51, 52, 53, 54, 55, 56], [97, 3, 14, 15, 92, 65, 35, 89, 79, 32, 38]]
-NUM_NEW, HORIZON, STEPS = 16, 5, 60
+NUM_NEW, HORIZON = 16, 5
 CHUNKS = {"qwen3_5_text": {64}, "falcon_h1": {8}, "lfm2": set()}
 """Tokens in a chunk of each family's kernels."""
 LLAMA = {"layer": {"model_type": "llama"}}
@@ -36,7 +35,7 @@ def target(request, tiny_tokenizer) -> HFTarget:
 
 @pytest.fixture(scope="module")
 def plain(target) -> list[list[int]]:
-    return [decode(target, NullDrafter(), [prompt])[0][0] for prompt in PROMPTS]
+    return [decode(target, NullDrafter(), [prompt], NUM_NEW)[0][0] for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +60,6 @@ def batch(target, plain) -> DrafterBatch:
     )
 
 
-def decode(target, drafter, prompts, rule=None, seeds=None) -> tuple[list[list[int]], int]:
-    answers: list[list[int]] = [[] for _ in prompts]
-    num_accepted = 0
-    inputs, generator = [torch.tensor(prompt) for prompt in prompts], None if seeds is None else RowSeeds(seeds)
-    for step in generate(target, drafter, rule or GreedyAcceptance(), inputs, max_new_tokens=NUM_NEW, generator=generator):
-        num_accepted += sum(step.num_accepted)
-        for row, tokens in zip(step.rows, step.tokens, strict=True):
-            answers[row] += tokens
-    return answers, num_accepted
-
-
 def options_of(name: str) -> dict[str, Any]:
     options = {"kind": name, **FROM_RANDOM[name]}
     return options | (LLAMA if ROW_KINDS[name] in {"eagle", "eagle3", "block"} else {})
@@ -91,29 +79,24 @@ def test_each_kind_learns_from_labels_along_the_text_and_changes_no_token(name, 
     if drafter.feature_layers:
         _, features = states_of_texts(target, batch, last=False, layers=drafter.feature_layers)
         batch = replace(batch, features=features.float())
-    optimizer = torch.optim.AdamW([weight for weight in drafter.parameters() if weight.requires_grad], lr=2e-2)
-    for _ in range(STEPS):
-        loss = drafter.loss(batch, Objective())
-        optimizer.zero_grad()
-        (loss.sums.sum() / loss.counts.sum()).backward()
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-        optimizer.step()
+    fit(drafter, batch)
     drafter.eval().calibrate(drafter.loss(batch, Objective()))
     save_drafter(drafter, tmp_path, target.identity)
     # 2. Decode.
     drafter = load_drafter(tmp_path, target)
-    answers, num_accepted = decode(target, drafter, PROMPTS)
+    answers, num_accepted = decode(target, drafter, PROMPTS, NUM_NEW)
     assert answers == plain
     assert num_accepted > NUM_NEW, "it has learned nothing"
     rule = SpeculativeSampling(sampling=Sampling(temperature=0.7, top_p=0.95))
-    assert decode(target, drafter, PROMPTS, rule, range(3))[0] == decode(target, NullDrafter(), PROMPTS, rule, range(3))[0]
+    sampled, plainly_sampled = (decode(target, one, PROMPTS, NUM_NEW, rule, range(3))[0] for one in (drafter, NullDrafter()))
+    assert sampled == plainly_sampled
 
 
 def test_merged_free_drafts_change_no_token(target, plain):
     for pace in ("fixed", "expected"):
         drafter = load_drafter("+".join(FREE), target, pace=pace, tree_nodes=12, **FREE)
         for _ in range(2):  # the second time it knows the texts
-            assert decode(target, drafter, PROMPTS)[0] == plain
+            assert decode(target, drafter, PROMPTS, NUM_NEW)[0] == plain
 
 
 def test_paths_of_trees():
@@ -138,11 +121,11 @@ def test_paths_of_trees():
 
 def test_mixers_are_restored_after_an_error(target, monkeypatch):
     mixers = find_mixers(target.model)
-    decode(target, NullDrafter(), PROMPTS)
+    decode(target, NullDrafter(), PROMPTS, NUM_NEW)
     assert not any("forward" in vars(mixer.module) for mixer in mixers)
     monkeypatch.setattr(type(mixers[-1].module), "forward", lambda self, *args, **kwargs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        decode(target, NullDrafter(), PROMPTS)
+        decode(target, NullDrafter(), PROMPTS, NUM_NEW)
     assert not any("forward" in vars(part) for mixer in mixers for part in (mixer.module, *mixer.linears))
     assert all(mixer._scope[name] is function for mixer in mixers for name, (function, _) in mixer._chunked.items())
     chunks = {vars(mixer.module).get("chunk_size") for mixer in mixers} | {c for m in mixers for _, c in m._chunked.values()}
