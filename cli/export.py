@@ -34,7 +34,8 @@ class ExportOptions:
     vLLM and SGLang), speculators (eagle3; vLLM), dspark (block; vLLM, SGLang and llama.cpp),
     speculators-dspark (block; vLLM and llama.cpp), eagle1-vllm (eagle), eagle1-sglang (eagle), medusa
     (medusa; also vLLM up to 0.32), tensorrt-llm (medusa), apple (redrafter), transformers
-    (draft_model; also vLLM and SGLang). Or gguf (eagle3, block and draft_model; llama.cpp), which
+    (draft_model; also vLLM and SGLang), mtp (mtp; a copy of the target's checkpoint, for vLLM and
+    SGLang). Or gguf (eagle3, block and draft_model; llama.cpp), which
     needs `converter`."""
     output: Path
     """Folder for the export, which must be new, empty, or an earlier export. For gguf, a file."""
@@ -113,7 +114,7 @@ class ImportOptions:
 
 
 def import_command(options: ImportOptions) -> None:
-    """Convert a published EAGLE, EAGLE-3, DSpark, Medusa, ReDrafter or draft model to a drafter.
+    """Convert a published EAGLE, EAGLE-3, DSpark, Medusa, ReDrafter, MTP head or draft model to a drafter.
 
     Reads only plain tensors, never code, and checks that they fit the target. The target needs a
     tokenizer only for a draft model: other kinds use its weights and sizes alone.

@@ -62,7 +62,7 @@ class InitOptions:
     data: Path
     """Training data: conversations (.json, .jsonl, .parquet), a folder of them, or text files."""
     drafter: str = "eagle3"
-    """Kind: eagle3, redrafter, block, block_dspark, medusa, eagle or draft_model."""
+    """Kind: eagle3, redrafter, block, block_dspark, medusa, eagle, mtp or draft_model."""
     chat_template: str | None = None
     """A .jinja file or a template's name, if the target's tokenizer has no template."""
 
@@ -187,6 +187,9 @@ def drafter_sizes(target: "TargetFacts") -> dict[str, Any]:
         "share_head": _yaml(shares and not owns),
         "head_rank": _yaml(None if owns or shares else (ranks or [max(1, hidden // 16)])[0]),
         "medusa_formats": "[medusa]" if owns else "[]",
+        "mtp_init": "target" if target.has_mtp_head else "random",
+        "mtp_reason": "the head of its own checkpoint" if target.has_mtp_head else "its checkpoint has no such head",
+        "mtp_formats": "[mtp]" if target.has_mtp_head else "[]",
         "model_layers": max([1, *(number for number in range(1, 5) if number * layer + hidden * vocabulary < room)]),
     }
 

@@ -41,6 +41,10 @@ LENGTH_MARGIN = 16
 """Positions that are kept free for the labels after a text."""
 
 
+MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+"""Keys of configurations that count the layers of MTP heads."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TargetFacts:
     """Facts on the target that a recipe depends on."""
@@ -62,6 +66,8 @@ class TargetFacts:
     template_options: list[str]
     """Variables that the template reads, for data.template_options."""
     has_accelerator: bool
+    has_mtp_head: bool = False
+    """Whether its checkpoint has an MTP head, as far as its configuration says."""
 
     @property
     def max_length(self) -> int:
@@ -132,6 +138,7 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
         template_reason=reason,
         template_options=sorted(template_options(text)),
         has_accelerator=_has_accelerator(),
+        has_mtp_head=any(config.get(name) for name in MTP_COUNTS),
     )
 
 

@@ -56,7 +56,7 @@ class TrainConfig:
     activation_checkpointing: bool = False
     """Recompute the activations of the drafter's decoder layers in the backward pass, and don't
     store them: less memory, more time, and the same gradient. Only the kinds block, eagle,
-    eagle3 and draft_model have such layers; for other kinds it changes nothing."""
+    eagle3, mtp and draft_model have such layers; for other kinds it changes nothing."""
     labels: Annotated[str, one_of(*LABELS)] = "distilled"
     """What the drafter learns to predict: `distilled`, the target's own continuations, or `text`,
     the next tokens of the text at the same positions (for an ablation)."""

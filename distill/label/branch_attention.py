@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ...data.device import to_device
 from ...models.llm.recurrent_states import find_mixers
 from ...models.llm.split_attention import attention, has_kernel, prepare_mask
-from ...models.llm.tree_attention import FULL, SLIDING, attention_kinds, hidden_score
+from ...models.llm.tree_attention import FULL, SLIDING, attention_kinds, expanded, hidden_score
 
 IMPLEMENTATION = "outrider_branch"
 
@@ -309,9 +309,7 @@ def _branch_attention_forward(
             raise ValueError(f"the target's attention uses {name}, which branch attention doesn't support{REMEDY}")
     layer: Any = module.layer_idx
     layer = branches.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    text: tuple[torch.Tensor, torch.Tensor] = branches.text_keys[layer], branches.text_values[layer]
-    if (expand := getattr(module, "expand_kv", None)) is not None:  # the cache holds latents
-        text = expand(*text)
+    text = expanded(module, branches.text_keys[layer], branches.text_values[layer])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return branches.attend(layer, query[0].transpose(0, 1), text, scale, sliding_window, s_aux)[None], None
 

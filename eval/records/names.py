@@ -28,6 +28,7 @@ TITLES = {
     "eagle": "EAGLE",
     "eagle3": "EAGLE-3",
     "medusa": "Medusa",
+    "mtp": "MTP head",
     "prompt_lookup": "Prompt lookup",
     "recycling": "Recycling",
     "redrafter": "ReDrafter",

@@ -179,6 +179,7 @@ GRIDS: Mapping[str, Grid] = {
     "eagle": {"depth": (2, 3, 5, 7), "top_k": (1, 2, 8), "tree_nodes": (4, 8, 16, 32, 60)},
     "eagle3": {"depth": (2, 3, 5, 7), "top_k": (1, 2, 8), "tree_nodes": (4, 8, 16, 32, 60)},
     "medusa": {"tree_nodes": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)},
+    "mtp": {"depth": (1, 2, 3, 5), "top_k": (1, 2, 8), "tree_nodes": (2, 4, 8, 16, 32)},
     "redrafter": {"beam_width": (1, 2, 4, 8), "beam_length": (2, 3, 5), "tree_nodes": (None, 4, 8, 16, 32)},
 }
 """Grid of each trained kind. Small trees are for a CPU; on an accelerator larger ones may cost no

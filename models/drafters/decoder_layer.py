@@ -17,6 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Rot
 
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers, decoder_of, layer_configs
+from ..llm.tree_attention import FULL
 from ..llm.tree_attention import IMPLEMENTATION as GROUPED_HEADS
 from .branches import Entries
 from .shared_options import FORM_OPTIONS
@@ -91,14 +92,14 @@ def make_rotary(target: HFTarget, form: Mapping[str, Any]) -> nn.Module:
     return rotary
 
 
-def rotary_options(rotary: nn.Module, target: HFTarget) -> dict[str, str]:
+def rotary_options(rotary: nn.Module, target: HFTarget, kind: str | None = None) -> dict[str, str]:
     """Return the arguments of rotary embeddings besides positions.
 
-    Some models have others for each type of layer. The type is the first layer's, as in `make_layer`.
+    Some models have others for each kind of layer. None is the first layer's, as in `make_layer`.
     """
     if "layer_type" not in inspect.signature(rotary.forward).parameters:
         return {}
-    return {"layer_type": target.model.config.get_text_config().layer_types[0]}
+    return {"layer_type": kind or target.model.config.get_text_config().layer_types[0]}
 
 
 def make_layer(target: HFTarget, input_width: int, form: Mapping[str, Any] | None = None) -> Any:
@@ -135,6 +136,29 @@ def make_layer(target: HFTarget, input_width: int, form: Mapping[str, Any] | Non
         )
     # 3. Build a layer of the target's kind.
     return _widened(type(layer), copy.deepcopy(target.model.config.get_text_config()), input_width)
+
+
+def make_full_layer(target: HFTarget) -> Any:
+    """Build a fresh layer like the last one of the target's that attends to the whole text.
+
+    It has all that the target's layers have, such as experts, latent attention or gates. Raises ValueError for
+    layers that are more than attention and MLP with a norm before each.
+    """
+    config = copy.deepcopy(target.model.config.get_text_config())
+    config._attn_implementation = IMPLEMENTATION
+    kinds = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
+    template = target.layer_template()
+    if template is not None and FULL in kinds:
+        layer: Any = type(template)(config, layer_idx=max(index for index, kind in enumerate(kinds) if kind == FULL))
+        is_plain = {name for name, _ in layer.named_children()} == LAYER_PARTS and not hasattr(layer.self_attn, "indexer")
+        if is_plain and getattr(config, "residual_multiplier", 1.0) == 1.0:
+            layer.apply(target.model._init_weights)
+            layer.self_attn.layer_idx = 0  # its cache has no other layer
+            return layer
+    raise ValueError(
+        f"{type(target.model).__name__} has no layer that is attention to the whole text and an MLP, with a norm before each, "
+        "and an MTP head is such a layer; choose another drafter, such as redrafter"
+    )
 
 
 def _widened(make: Any, config: Any, input_width: int) -> Any:
@@ -194,8 +218,9 @@ def _attention(
     Without a mask only keys and values are needed, and the cache already has them: return zeros.
     """
     if attention_mask is None:
-        return torch.zeros_like(query).transpose(1, 2), None
+        return query.new_zeros(*query.shape[:3], value.shape[-1]).transpose(1, 2), None
     if entries is not None:
+        entries.branches[-1] = key, value  # the cache may have had latents
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return entries.attend(query, attention_mask, scale).transpose(1, 2).contiguous(), None
     return ALL_ATTENTION_FUNCTIONS[GROUPED_HEADS](module, query, key, value, attention_mask, scaling=scaling, **kwargs)

@@ -18,10 +18,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from ...data.types import DrafterBatch
-from ..decoding.types import TargetOutput
 from ..llm.hf_target import HFTarget
-from .decoder_layer import start_from_target
-from .feature_drafter import FeatureDrafter, TextEntries
+from .decoder_layer import make_layer, start_from_target
+from .feature_drafter import StateDrafter, TextEntries
 from .labels import Labels
 from .objective import Loss, Objective
 from .options import EagleConfig
@@ -37,48 +36,30 @@ Each such depth costs a layer and a head, only for an estimate.
 """
 
 
-class Eagle(FeatureDrafter):
+class Eagle(StateDrafter):
     """EAGLE-1 and EAGLE-2. The layer's output approximates the input of the target's head."""
 
     Config = EagleConfig
     config: EagleConfig
 
     def __init__(self, config: EagleConfig, target: HFTarget) -> None:
-        super().__init__(target, input_width=target.hidden_size, form=config.layer)
+        super().__init__(target, make_layer(target, target.hidden_size, config.layer), config.layer)
         self.config = config
         self.fc = nn.Linear(2 * target.hidden_size, target.hidden_size, bias=config.bias)
         self.layer.input_layernorm = nn.Identity()
-        # A reference only: in a tuple, it is neither saved nor trained with the drafter.
-        self._head = (target.head,)
 
     @classmethod
     def for_target(cls, config: EagleConfig, target: HFTarget) -> "Eagle":
         drafter = cls(config, target)
-        # This may run on the meta device to find shapes; the target has a real device all the same.
-        with torch.device(target.device):
-            target.require_plain_head()
         if config.init == "target":
             start_from_target(drafter.layer, drafter.fc, target)
         return drafter
-
-    def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq hidden"]:
-        if source.hidden_states is None:
-            raise ValueError("EAGLE reads the target's hidden states, and the batch has none; distil them or recompute them")
-        return source.hidden_states
-
-    def fuse(self, features: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch hidden"]:
-        return features.to(self.fc.weight.dtype)
 
     def layer_inputs(
         self, inputs: Float[torch.Tensor, "batch seq hidden"], hidden: Float[torch.Tensor, "batch seq hidden"]
     ) -> tuple[Float[torch.Tensor, "batch seq hidden"], Float[torch.Tensor, "batch seq hidden"]]:
         pair = self.fc(torch.cat([inputs, hidden], dim=-1))
         return pair, pair
-
-    def logits(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch vocab"]:
-        head = self._head[0]
-        logits: torch.Tensor = head(outputs.to(head.weight.dtype))
-        return logits
 
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
         """Return the loss: regression to the next feature, plus the objective on tokens.

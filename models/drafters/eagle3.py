@@ -21,7 +21,7 @@ from torch import nn
 from ...data.types import DrafterBatch
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers, decoder_of
-from .decoder_layer import start_from_target
+from .decoder_layer import make_layer, start_from_target
 from .feature_drafter import FeatureDrafter
 from .fused_layers import FusedLayers, default_feature_layers
 from .labels import Labels
@@ -40,7 +40,7 @@ class Eagle3(FusedLayers, ReducedVocabulary, FeatureDrafter):
 
     def __init__(self, config: Eagle3Config, target: HFTarget) -> None:
         hidden_size = target.hidden_size
-        super().__init__(target, input_width=2 * hidden_size, form=config.layer)
+        super().__init__(target, make_layer(target, 2 * hidden_size, config.layer), config.layer)
         num_outputs = self.add_draft_vocabulary(config.draft_vocab_size, target.vocab_size)
         num_layers = len(decoder_layers(target.model))
         self.choose_feature_layers(config.feature_layers or default_feature_layers(num_layers), num_layers)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
+from torch import nn
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache
@@ -24,12 +25,12 @@ from ..decoding.sampling import Randomness
 from ..decoding.types import Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_of
-from ..llm.tree_attention import visible_columns
+from ..llm.tree_attention import expanded, visible_columns
 from ..llm.tree_cache import TreeCache
 from .beams import SearchTree, largest
 from .branches import Branches, Entries, KeysAndValues, Masks
 from .cached_drafter import CachedDrafter, CachedText, read_prompts
-from .decoder_layer import make_layer, make_rotary, rotary_options
+from .decoder_layer import make_rotary, rotary_options
 from .group_search import GroupDrawing, GroupSearch, level_sizes
 from .labels import Labels
 from .shared_options import TreeOptions
@@ -69,17 +70,19 @@ class FeatureDrafter(CachedDrafter):
     """A decoder layer of the target's kind, or of `config.layer`."""
     _keep_activations: bool = True
 
-    def __init__(self, target: HFTarget, *, input_width: int, form: dict[str, Any] | None) -> None:
-        """Build the layer, whose attention reads vectors of `input_width`."""
+    def __init__(
+        self, target: HFTarget, layer: nn.Module, form: dict[str, Any] | None = None, *, kind: str | None = None
+    ) -> None:
+        """Read pairs with a layer of a form, or of the target's if that is None: of a `kind`, or like its first."""
         super().__init__()
         self.vocab_size = target.vocab_size
-        self.layer = make_layer(target, input_width, form)
+        self.layer = layer
         self.own_rotary = None if form is None else make_rotary(target, form)
         # References only: in a tuple, the target's parts are neither saved nor trained with the
         # drafter.
         self._target_parts = target.embed_tokens, None if form else decoder_of(target.model).rotary_emb
         rotary: Any = self.own_rotary or self._target_parts[1]
-        self._rotary_options = rotary_options(rotary, target)
+        self._rotary_options = rotary_options(rotary, target, kind)
 
     @abstractmethod
     def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq feature"]:
@@ -172,7 +175,7 @@ class FeatureDrafter(CachedDrafter):
         cache, hidden = DynamicCache(), self.fuse(features)
         self.read(pad(batch.input_ids[:, 1:], (0, 1)), hidden, batch.position_ids, cache, None)
         layer: Any = cache.layers[0]
-        return TextEntries(hidden, layer.keys, layer.values)
+        return TextEntries(hidden, *expanded(self.layer.self_attn, layer.keys, layer.values))
 
     def unroll(self, batch: DrafterBatch, labels: Labels, text: TextEntries) -> Float[torch.Tensor, "position depth hidden"]:
         """Return the layer's outputs at every position and depth, computed as in decoding.
@@ -340,3 +343,34 @@ class FeatureDrafter(CachedDrafter):
     @property
     def draft_columns(self) -> int:
         return self.draft_entries + (self.config.depth - 1) * self.config.top_k
+
+
+class StateDrafter(FeatureDrafter):
+    """A drafter whose features are the target's last hidden states, and whose outputs approximate them.
+
+    The target's head computes the logits.
+    """
+
+    def __init__(self, target: HFTarget, layer: nn.Module, form: dict[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(target, layer, form, **options)
+        # A reference only: in a tuple, it is neither saved nor trained with the drafter.
+        self._head = (target.head,)
+        # This may run on the meta device to find shapes; the target has a real device all the same.
+        with torch.device(target.device):
+            target.require_plain_head()
+
+    def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq hidden"]:
+        if source.hidden_states is None:
+            raise ValueError(
+                f"the drafter {type(self).__name__} reads the target's hidden states, and the batch has none; distil them or "
+                "recompute them"
+            )
+        return source.hidden_states
+
+    def fuse(self, features: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch hidden"]:
+        return features.to(next(self.parameters()).dtype)
+
+    def logits(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch vocab"]:
+        head = self._head[0]
+        logits: torch.Tensor = head(outputs.to(head.weight.dtype))
+        return logits

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
 from ...data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, one_of, raise_problems
-from .shared_options import MAX_CANDIDATES, MAX_SEARCH_NODES, TreeOptions, check_form
+from .shared_options import MAX_CANDIDATES, MAX_SEARCH_NODES, LayerOptions, TreeOptions, check_form
 
 MAX_RANK = 2**13
 MAX_PAIRS = 2**22
@@ -99,7 +99,7 @@ class MedusaConfig:
 
 
 @dataclass(kw_only=True, config=OPTIONS)
-class EagleConfig(TreeOptions):
+class EagleConfig(LayerOptions):
     """Options of an EAGLE drafter: EAGLE-1's training, and how it drafts EAGLE-2's tree by default."""
 
     bias: bool = False
@@ -113,7 +113,7 @@ class EagleConfig(TreeOptions):
 
 
 @dataclass(kw_only=True, config=OPTIONS)
-class Eagle3Config(TreeOptions):
+class Eagle3Config(LayerOptions):
     """Options of an EAGLE-3 drafter: its shape, its training, and how it drafts by default."""
 
     feature_layers: Distinct[NonNegativeInt] | None = None
@@ -140,6 +140,18 @@ class Eagle3Config(TreeOptions):
         super().__post_init__()
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc are both true; set one of them to false")
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class MtpConfig(TreeOptions):
+    """Options of an MTP head: where its weights come from, and how it drafts by default."""
+
+    init: Annotated[str, one_of("random", "target")] = "target"
+    """`target`: the head starts with the weights of the one in the target's checkpoint. `random`: random
+    weights, also for a target without such a head."""
+    norm_output: bool = True
+    """Whether deeper steps read the layer's output after its final norm, as in transformers, and in vLLM's
+    Qwen3-Next and Qwen3.5. False: before it, as in vLLM's DeepSeek-V3 and GLM-4."""
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -280,6 +292,7 @@ DRAFTER_OPTIONS: dict[str, type[Any]] = {
     "eagle": EagleConfig,
     "eagle3": Eagle3Config,
     "medusa": MedusaConfig,
+    "mtp": MtpConfig,
     "redrafter": RedrafterConfig,
 }
 """The options of each kind. RUNTIME_FIELDS may be changed when a trained drafter is loaded."""

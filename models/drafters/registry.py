@@ -20,6 +20,7 @@ from .eagle3 import Eagle3
 from .medusa import Medusa
 from .merge_sources import require_mergeable
 from .merged import MergedConfig
+from .mtp import Mtp
 from .prompt_lookup import PromptLookup
 from .recycling import Recycling
 from .redrafter import Redrafter
@@ -32,6 +33,7 @@ DRAFTERS: dict[str, type[TrainableDrafter]] = {
     "eagle": Eagle,
     "eagle3": Eagle3,
     "medusa": Medusa,
+    "mtp": Mtp,
     "redrafter": Redrafter,
 }
 TRAINING_FREE: dict[str, type[TrainingFreeDrafter]] = {

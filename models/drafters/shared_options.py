@@ -65,12 +65,8 @@ class DrafterChoice:
 
 @dataclass(kw_only=True, config=OPTIONS)
 class TreeOptions:
-    """Form of the layer and shape of the draft tree; loading a drafter may change the tree."""
+    """Shape of the draft tree, which loading a drafter may change."""
 
-    layer: Annotated[dict[str, Any], AfterValidator(check_form)] | None = None
-    """Form of the decoder layer; None is the target's kind. A form has a `model_type` (llama, qwen2
-    or qwen3), and the options that differ from the target's configuration, under transformers'
-    names. Serving engines draft with Llama's layer, whatever the target's layers are."""
     depth: PositiveInt = 6
     """Number of draft tokens on the longest path."""
     top_k: PositiveInt = 8
@@ -91,3 +87,13 @@ class TreeOptions:
                 f"depth is {self.depth} and top_k {self.top_k}; a search of more than {MAX_SEARCH_NODES} nodes is a mistake: "
                 "lower one of them"
             )
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class LayerOptions(TreeOptions):
+    """Form of the decoder layer, and shape of the draft tree."""
+
+    layer: Annotated[dict[str, Any], AfterValidator(check_form)] | None = None
+    """Form of the decoder layer; None is the target's kind. A form has a `model_type` (llama, qwen2
+    or qwen3), and the options that differ from the target's configuration, under transformers'
+    names. Serving engines draft with Llama's layer, whatever the target's layers are."""

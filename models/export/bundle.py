@@ -26,9 +26,17 @@ ROOT = Path(__file__).parents[2]
 START = "models.export.custom_generate"
 FOLDER = "custom_generate"
 START_FILE, REQUIREMENTS_FILE, LICENCE_FILE = "generate.py", "requirements.txt", "LICENSE"
-LEFT_OUT = frozenset({"models.llm.config", "models.llm.loading", "models.llm.tensor_parallel", "models.llm.weight_stream"})
+LEFT_OUT = frozenset(
+    {
+        "models.drafters.mtp_weights",
+        "models.llm.config",
+        "models.llm.loading",
+        "models.llm.tensor_parallel",
+        "models.llm.weight_stream",
+    }
+)
 """Modules to load, quantise, slice and stream a target; the caller of `generate` has already loaded
-it."""
+it. And one to read the head in its files: the drafter's folder has it."""
 PACKAGES = ("pydantic", "torch", "transformers")
 """Packages that users need. transformers brings safetensors, huggingface_hub and numpy; pydantic
 brings pydantic_core."""

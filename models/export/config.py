@@ -16,7 +16,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 FORMATS = (
     *("speculators-dspark", "speculators", "eagle3", "dspark", "apple", "medusa", "tensorrt-llm"),
-    *("eagle1-vllm", "eagle1-sglang", "transformers"),
+    *("eagle1-vllm", "eagle1-sglang", "mtp", "transformers"),
 )
 """Names of the formats in the registry, which loads torch."""
 ENGINES = ("vllm", "sglang")

@@ -57,6 +57,8 @@ class FolderContents:
     file: str = WEIGHTS_FILE
     write_more: Callable[[Path], None] = field(default=lambda directory: None)
     """Function that writes the folder's other files."""
+    keeps_types: bool = False
+    """Whether the tensors and the configuration have the types of the target's, whatever type is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +94,8 @@ class Format:
     kind: str
     """Kind of drafter that the format holds."""
     write: Callable[[Any, HFTarget], FolderContents]
-    read: Callable[[Folder, HFTarget], Reading]
+    read: Callable[[Folder, HFTarget], Reading | TrainableDrafter]
+    """Function that describes how to read a folder; or that reads it, where a drafter is a part of a larger model."""
     is_of: Callable[[Folder], bool]
     """Function that detects folders of this format."""
     weight_files: tuple[str, ...] = (WEIGHTS_FILE, "pytorch_model.bin")
@@ -112,12 +115,13 @@ def write_folder(
     # 1. Convert the drafter, and check all before anything is written.
     require_kind(format, drafter)
     layout = format.write(drafter, target)
+    dtype = None if layout.keeps_types else dtype
     require_own_folder(directory, format.name)
     tensors = {
         name: tensor.detach().cpu().to(dtype if dtype and tensor.is_floating_point() else tensor.dtype).contiguous()
         for name, tensor in layout.tensors.items()
     }
-    if not_finite := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+    if not_finite := [name for name, tensor in tensors.items() if not tensor.float().isfinite().all()]:
         remedy = (
             f"doesn't fit into {dtype}; write it in bfloat16, or without dtype" if dtype else "holds numbers that aren't finite"
         )
@@ -136,7 +140,8 @@ def write_folder(
         write_json(folder / NOTE_FILE, asdict(note))
         atomic_write_bytes(folder / layout.file, _packed(tensors, layout.file))
         layout.write_more(folder)
-        write_json(folder / CONFIG_FILE, {**layout.config, "torch_dtype": _dtype_name(tensors)})
+        own_type = {} if layout.keeps_types else {"torch_dtype": _dtype_name(tensors)}
+        write_json(folder / CONFIG_FILE, {**layout.config, **own_type})
         for other in directory.iterdir() if directory.is_dir() else ():
             if not (folder / other.name).exists() and not LEFTOVER.fullmatch(other.name):
                 shutil.copytree(other, folder / other.name) if other.is_dir() else shutil.copy(other, folder)
@@ -202,6 +207,12 @@ def read_folder(
     folder = open_folder(Path(directory), format.weight_files)
     reading = format.read(folder, target)
     note = read_note(folder.path)
+    if isinstance(reading, TrainableDrafter):
+        if note is not None:
+            _check_note(note, format, folder.path, target)
+        spec = DrafterSpec.of(format.kind, asdict(reading.config) if note is None else note.drafter)
+        reading.config = spec.with_options(options or {}).config
+        return reading
     runtime_options, drafter_options = dict(options or {}), {**reading.options}
     if note is None:
         drafter_options |= {name: runtime_options.pop(name) for name in reading.open_options & runtime_options.keys()}

@@ -16,7 +16,7 @@ from ..drafters.saved.build import drafter_of_weights, saved_spec
 from ..drafters.saved.folder import read_drafter_config
 from ..drafters.saved.loading import require_fitting_target
 from ..llm.hf_target import HFTarget
-from . import apple, dspark, eagle1, eagle3, medusa, speculators, transformers_model
+from . import apple, dspark, eagle1, eagle3, medusa, mtp, speculators, transformers_model
 from .folders import WEIGHT_FILES, open_folder
 from .formats import Format, read_folder, read_note, take_dtype, write_folder
 
@@ -32,14 +32,15 @@ FORMATS: dict[str, Format] = {
         medusa.TENSORRT,
         eagle1.VLLM,
         eagle1.SGLANG,
+        mtp.FORMAT,
         transformers_model.FORMAT,
     )
 }
 """All formats, in the order in which `format_of` checks a folder: formats with a key of their own
 come first."""
 ENGINES: dict[str, dict[str, str]] = {
-    "vllm": {"eagle3": "eagle3", "block": "dspark", "eagle": "eagle1-vllm", "draft_model": "transformers"},
-    "sglang": {"eagle3": "eagle3", "block": "dspark", "eagle": "eagle1-sglang", "draft_model": "transformers"},
+    "vllm": {"eagle3": "eagle3", "block": "dspark", "eagle": "eagle1-vllm", "draft_model": "transformers", "mtp": "mtp"},
+    "sglang": {"eagle3": "eagle3", "block": "dspark", "eagle": "eagle1-sglang", "draft_model": "transformers", "mtp": "mtp"},
 }
 """Format that a serving engine reads, by engine and kind of drafter."""
 

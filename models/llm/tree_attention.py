@@ -286,6 +286,12 @@ def attend_folded(
     return output.reshape(batch, num_queries, num_heads, -1).contiguous()
 
 
+def expanded(attention: nn.Module, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values that an attention reads of those in its cache, which may be latents."""
+    expand: Any = getattr(attention, "expand_kv", None)
+    return (keys, values) if expand is None else expand(keys, values)
+
+
 # Where this name is used a mask is passed, or there is nothing to hide: so it needs no mask function.
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _grouped_heads_forward)
 

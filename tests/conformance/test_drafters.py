@@ -54,6 +54,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eagle3.1": {"kind": "eagle3", "fc_norm": True, "norm_output": True, "depth": 4, "top_k": 3, "tree_nodes": 8},
     "medusa": {"tree_nodes": 8},
     "medusa-shared": {"kind": "medusa", "share_head": True, "num_layers": 2},
+    "mtp": {"init": "random", "depth": 4, "top_k": 3, "tree_nodes": 8},
+    "mtp-before-norm": {"kind": "mtp", "init": "random", "norm_output": False, "depth": 4, "top_k": 3, "tree_nodes": 8},
     "redrafter": {"beam_width": 3, "beam_length": 4, "tree_nodes": 8},
 }
 ROW_KINDS: dict[str, str] = {name: options.get("kind", name) for name, options in OPTIONS.items()}
@@ -85,6 +87,7 @@ VARIANTS = {
     "eagle3.1",
     "eagle3_drawn",
     "medusa-shared",
+    "mtp-before-norm",
 }
 """Rows that are slow tests: their kinds have another row."""
 HORIZON = 5

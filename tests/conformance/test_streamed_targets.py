@@ -95,11 +95,11 @@ DRAFTERS = ["plain", *FREE, *MERGES, *ITSELF, *DRAFTER_KINDS, DRAWN]
 QUICK_DRAFTERS = ["recycling", "itself"]
 CLOCKED = {"expected", "itself growing"}
 """Their trees depend on measured seconds."""
-WITH_HEAD = {"block", "medusa", "eagle"}
+WITH_HEAD = {"block", "medusa", "mtp", "eagle"}
 """Drafters that use the target's head outside passes."""
 LLAMA_LIKE = {"llama-gqa", "qwen3"}
 """Architectures whose layers EAGLE and the block drafter can copy."""
-WITH_LAYERS = {"block", "eagle", "eagle3"}
+WITH_LAYERS = {"block", "eagle", "eagle3", "mtp"}
 """Drafters with layers of the target's form."""
 
 

@@ -410,13 +410,14 @@ ENGINES_BY_KIND: dict[str, tuple[str, ...]] = {
     "eagle": ("--to vllm", '"method": "eagle"', "--speculative-algorithm EAGLE "),
     "eagle3": ("--to vllm", '"method": "eagle3"', "--speculative-algorithm EAGLE3 "),
     "medusa": ("--to medusa", "medusa.inference.cli", "--to tensorrt-llm"),
+    "mtp": (),
     "redrafter": ("--to apple", "recurrent_drafting.cmd.generate"),
 }
 
 
 @pytest.mark.parametrize("kind", sorted(DRAFTERS))
 def test_the_code_on_the_card_of_every_kind_can_be_parsed(kind: str, tiny_target: HFTarget, tmp_path: Path) -> None:
-    config = {"kind": kind, **({"num_layers": 1} if kind == "draft_model" else {})}
+    config = {"kind": kind, **{"draft_model": {"num_layers": 1}, "mtp": {"init": "random"}}.get(kind, {})}
     save_drafter(build_drafter(parse_drafter(config), tiny_target), tmp_path / "drafter", tiny_target.identity)
     card = model_card(tmp_path / "drafter", CardOptions())
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)

@@ -46,6 +46,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "eagle": {"depth": 3, "top_k": 6, "tree_nodes": 30},
     "eagle3": {"depth": 3, "top_k": 6, "tree_nodes": 30},
     "medusa": {"num_heads": 3, "tree_nodes": 60},
+    "mtp": {"init": "random", "depth": 3, "top_k": 8, "tree_nodes": 16},
     "redrafter": {"beam_width": 12, "beam_length": 3, "exit_width": 16},
 }
 

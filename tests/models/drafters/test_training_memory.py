@@ -26,6 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "redrafter": {"exit_width": HIDDEN},
     "redrafter-reduced": {"kind": "redrafter", "exit_width": HIDDEN, "draft_vocab_size": REDUCED},
     "medusa": {"num_heads": 3},
+    "mtp": {"init": "random"},
     "medusa-shared": {"kind": "medusa", "num_heads": 3, "share_head": True},
     "eagle": {},
     "eagle3": {"feature_layers": [0, 1]},
@@ -34,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "block-reduced": {"kind": "block", "feature_layers": [0, 1], "block": 3, "draft_vocab_size": REDUCED},
     "draft_model": {"num_layers": 1},
 }
-WITH_LAYERS = ["block", "eagle", "eagle3", "draft_model"]
+WITH_LAYERS = ["block", "eagle", "eagle3", "mtp", "draft_model"]
 
 
 @pytest.fixture(scope="module")

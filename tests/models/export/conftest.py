@@ -43,6 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 3},
     "eagle": {},
     "eagle3": {},
+    "mtp": {"init": "random"},
     "block": {"num_slots": 1, "tree_nodes": 8},
     # all layers of the target: always right
     "draft_model": {"init": "target_layers", "num_layers": 2},

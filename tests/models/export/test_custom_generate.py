@@ -19,7 +19,7 @@ from outrider.models.llm import tree_attention
 PROMPT = torch.tensor([[1, 70, 71, 72, 2]])
 BATCH = torch.tensor([[0, 0, 9, 8, 7], [40, 41, 42, 43, 44], [0, 0, 0, 0, 70]])
 MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
-KINDS = ("redrafter", "medusa", "eagle", "eagle3", "block", "draft_model")
+KINDS = ("redrafter", "medusa", "mtp", "eagle", "eagle3", "block", "draft_model")
 
 
 @pytest.fixture

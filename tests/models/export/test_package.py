@@ -29,7 +29,7 @@ def test_a_package_loads_as_a_drafter(package_dirs, drafter_dirs, tiny_target_di
         packaged, original = load_drafter(folder, target), load_drafter(drafter_dirs[kind], target)
         assert all(torch.equal(tensor, original.state_dict()[name]) for name, tensor in packaged.state_dict().items())
         visited += 1
-    assert visited == 6
+    assert visited == 7
 
 
 def test_a_package_holds_the_documented_files(folder):

@@ -68,7 +68,7 @@ def trees(target: Any, drafter: Any) -> list[tuple[Any, Any]]:
 
 
 def test_every_format_has_a_case_and_a_page():
-    assert CASES.keys() == FORMATS.keys()
+    assert CASES.keys() == FORMATS.keys() - {"mtp"}, "for that one see `test_mtp`"
     pages = Path(__file__).parents[3] / "docs" / "how-to" / "engines"
     written = {name for page in pages.glob("*.md") for name in re.findall(r"--to ([\w-]+)", page.read_text())}
     assert written == FORMATS.keys() | {"gguf"}
@@ -118,7 +118,7 @@ def measured_as(accuracies: torch.Tensor) -> Any:
     return Loss(sums=torch.zeros(len(accuracies)), counts=counts, hits=hits, joint_hits=hits[:, 0])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", CASES)
 def test_stray_missing_and_misshapen_tensors_are_named(name, llama, make_drafter, tmp_path):
     path = exported(name, llama, make_drafter, tmp_path)
     file = next(file for file in path.iterdir() if file.suffix in (".safetensors", ".pt"))
@@ -164,7 +164,7 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(value))
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"transformers"}))
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"transformers"}))
 def test_unknown_keys_are_errors(name, llama, make_drafter, tmp_path):
     path = exported(name, llama, make_drafter, tmp_path)
     edit(path / "config.json", surprise=1)

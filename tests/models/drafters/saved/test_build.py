@@ -19,6 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eagle": {"depth": 2},
     "eagle3": {"depth": 2, "draft_vocab_size": 16},
     "medusa": {"num_heads": 2},
+    "mtp": {"init": "random", "depth": 2},
     "redrafter": {"exit_width": 16, "draft_vocab_size": 16},
 }
 

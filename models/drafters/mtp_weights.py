@@ -1,0 +1,249 @@
+"""MTP heads in checkpoints: where their tensors are, under which names, and how they are read and written.
+
+Transformers drops these tensors when it loads a model. So they are read from the files by name. Sources of the
+names: vLLM 0.24 (vllm/model_executor/models/{qwen3_next,deepseek,mimo}_mtp.py).
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from safetensors import safe_open
+
+from ..llm.config import TargetConfig
+from ..llm.hf_target import HFTarget
+from ..llm.streamed_loading import stored_weights
+from ..llm.weight_files import StoredTensor
+
+Tensors = dict[str, torch.Tensor]
+Stored = Mapping[str, StoredTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the checkpoints of some families have their MTP head: its first layer, which drafts all depths here."""
+
+    families: str
+    prefix: str
+    """What the names of its tensors begin with, after that of a larger model; {layers} is the target's number of layers."""
+    names: Mapping[str, str]
+    """Beginnings of their names behind the prefix, by those of ours."""
+    hidden_first: bool = False
+    """Whether `fc` reads the hidden state before the embedding."""
+
+
+LAYOUTS = (
+    Layout(
+        "Qwen3-Next, Qwen3.5",
+        "mtp.",
+        {
+            "fc.": "fc.",
+            "enorm.": "pre_fc_norm_embedding.",
+            "hnorm.": "pre_fc_norm_hidden.",
+            "final_norm.": "norm.",
+            "layer.": "layers.0.",
+        },
+    ),
+    Layout(
+        "DeepSeek-V3, GLM-4",
+        "layers.{layers}.",
+        {"fc.": "eh_proj.", "enorm.": "enorm.", "hnorm.": "hnorm.", "final_norm.": "shared_head.norm.", "layer.": ""},
+    ),
+    Layout(
+        "MiMo",
+        "mtp_layers.0.",
+        {
+            "fc.": "input_proj.",
+            "enorm.": "token_layernorm.",
+            "hnorm.": "hidden_layernorm.",
+            "final_norm.": "final_layernorm.",
+            "layer.": "",
+        },
+        hidden_first=True,
+    ),
+)
+OF_THE_TARGET = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
+"""Copies of the target's tensors that a head may have."""
+EXPERTS = "layer.mlp.experts."
+PARTS_OF_EXPERTS = {f"{EXPERTS}gate_up_proj": ("gate_proj", "up_proj"), f"{EXPERTS}down_proj": ("down_proj",)}
+"""Transformers has one tensor for all experts; in files each expert may have its own."""
+SCALES = ("_scale_inv", "_scale")
+"""What the names of the scales of 8-bit floats end with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor in files, and the parts of ours that it consists of, side by side: [row, column]."""
+
+    name: str
+    parts: tuple[torch.Tensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.parts[0]
+        return (*first.shape[:1], sum(part.shape[1] for part in self.parts)) if first.ndim == 2 else tuple(first.shape)
+
+    def read(self, values: torch.Tensor) -> None:
+        """Copy a tensor of files to its parts."""
+        for part, columns in zip(self.parts, values.split([part.shape[-1] for part in self.parts], -1), strict=True):
+            part.copy_(columns)
+
+    def written(self) -> torch.Tensor:
+        """Return the tensor of files."""
+        return torch.cat(self.parts, -1) if len(self.parts) > 1 else self.parts[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The MTP head of a checkpoint, by the names of its tensors."""
+
+    layout: Layout
+    prefix: str
+    names: frozenset[str]
+    """Names of all of its tensors."""
+
+    @classmethod
+    def find(cls, names: Collection[str], num_layers: int) -> "Head | None":
+        """Find the head of a target with so many layers among the names of its tensors; None if there is none."""
+        for layout in LAYOUTS:
+            prefix = layout.prefix.format(layers=num_layers)
+            pattern = re.compile(rf"(|.*\.){re.escape(prefix + layout.names['fc.'])}weight")
+            if first := next((name for name in names if pattern.fullmatch(name)), None):
+                whole = first.removesuffix(f"{layout.names['fc.']}weight")
+                return cls(layout, whole, frozenset(name for name in names if name.startswith(whole)))
+        return None
+
+    def places(self, tensors: Tensors) -> Iterator[Place]:
+        """Return the places of our tensors in the files."""
+        for name, tensor in tensors.items():
+            ours, theirs = next(pair for pair in self.layout.names.items() if name.startswith(pair[0]))
+            stored = f"{self.prefix}{theirs}{name.removeprefix(ours)}"
+            if name in PARTS_OF_EXPERTS and stored not in self.names:
+                parts = PARTS_OF_EXPERTS[name]
+                folder = stored.rpartition(".")[0]
+                for number, expert in enumerate(tensor):
+                    for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
+                        yield Place(f"{folder}.{number}.{part}.weight", (rows,))
+            elif name == "fc.weight" and self.layout.hidden_first:
+                yield Place(stored, tuple(reversed(tensor.chunk(2, dim=1))))
+            else:
+                yield Place(stored, (tensor,))
+
+    def scale_of(self, name: str) -> str | None:
+        """Return the name of a tensor's scales; None if it has none."""
+        return next((name + ending for ending in SCALES if name + ending in self.names), None)
+
+    def unknown(self, known: Iterable[str]) -> list[str]:
+        """List the tensors of this layer that a drafter doesn't have."""
+        names = set(known)
+        names |= {scale for name in names if (scale := self.scale_of(name))}
+        further = self.prefix + self.layout.names["layer."].removesuffix("0.")  # further layers, which draft nothing here
+        return sorted(
+            name
+            for name in self.names - names
+            if not name.endswith(OF_THE_TARGET) and not re.match(rf"{re.escape(further)}[1-9]", name)
+        )
+
+
+def read_own_head(tensors: Tensors, target: HFTarget) -> None:
+    """Fill the tensors of a drafter with the MTP head in the target's own files.
+
+    Raises ValueError as `read_head` does.
+    """
+    read_head(tensors, own_weights(target), target)
+
+
+def own_weights(target: HFTarget) -> Stored:
+    """Return the tensors of the target's files. Raises ValueError if they aren't known, or no safetensors files."""
+    config = target.model.config
+    if not config.name_or_path:
+        raise ValueError(f"{target.identity.name} was not loaded from files, so they have no MTP head; set drafter.init=random")
+    return stored_weights(TargetConfig(name_or_path=config.name_or_path, revision=getattr(config, "_commit_hash", None)))
+
+
+def find_head(stored: Stored, target: HFTarget, where: str) -> Head:
+    """Find the MTP head among tensors of files. Raises ValueError if there is none."""
+    head = Head.find(stored, target.model.config.get_text_config().num_hidden_layers)
+    if head is None:
+        raise ValueError(
+            f"{where} has no MTP head: no tensors as in the checkpoints of {'; '.join(layout.families for layout in LAYOUTS)}. "
+            "Set drafter.init=random to train one from random weights, or choose another drafter"
+        )
+    return head
+
+
+@torch.no_grad()
+def read_head(tensors: Tensors, stored: Stored, target: HFTarget) -> None:
+    """Fill the tensors of a drafter with an MTP head in files; 8-bit floats are multiplied by their scales.
+
+    Raises ValueError for files without a head, for tensors that are missing, unknown, of another shape, damaged or
+    not finite, and for other quantised tensors.
+    """
+    where = str(next(iter(stored.values())).path.parent)
+    head = find_head(stored, target, where)
+    # 1. Check all names and shapes by the headers of the files.
+    places = list(head.places(tensors))
+    problems = [f"missing {place.name}" for place in places if place.name not in stored]
+    problems += [f"unknown {name}" for name in head.unknown(place.name for place in places)]
+    for place in places:
+        if place.name in stored and stored[place.name].shape != place.shape:
+            problems.append(f"{place.name} is {stored[place.name].shape}, not {place.shape}")
+        elif place.name in stored and not stored[place.name].dtype.is_floating_point:
+            problems.append(f"{place.name} is quantised to {stored[place.name].dtype}; only 8-bit floats are dequantised")
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError(
+            f"the MTP head in {where} is not a layer of {type(target.model).__name__} and its norms: "
+            f"{'; '.join(problems[:5])}{more}. Choose another drafter, or set drafter.init=random"
+        )
+    # 2. Read the values.
+    for place in places:
+        values = _values(stored[place.name])
+        scale = head.scale_of(place.name)
+        place.read(values if scale is None else dequantised(values, _values(stored[scale])))
+    if damaged := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise ValueError(
+            f"the MTP head in {where} is damaged: {damaged[0]} holds numbers that aren't finite; download it again"
+        )
+
+
+def _values(stored: StoredTensor) -> torch.Tensor:
+    with safe_open(stored.path, framework="pt") as file:
+        values: torch.Tensor = file.get_tensor(stored.name)
+    return values
+
+
+def dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return a matrix of 8-bit floats times its scales: one, one for each row, or one for each block."""
+    return values.float() * spread(scale.float(), values)
+
+
+def spread(scale: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Repeat the scales of blocks for each of their elements. The last blocks may be smaller."""
+    if scale.ndim < 2:
+        return scale.reshape(-1, *[1] * (values.ndim - 1))
+    for dim, (blocks, size) in enumerate(zip(scale.shape, values.shape, strict=True)):
+        scale = scale.repeat_interleave(block_size(blocks, size), dim).narrow(dim, 0, size)
+    return scale
+
+
+def block_size(blocks: int, size: int) -> int:
+    """Return the elements of a block, if so many blocks cover `size`: a power of two, unless none fits."""
+    least = -(-size // blocks)
+    power = 1 << (least - 1).bit_length()
+    return power if -(-size // power) == blocks else least
+
+
+def quantised(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a matrix as 8-bit floats and new scales, in the blocks of earlier scales."""
+    blocks = [block_size(*pair) for pair in zip(scale.shape, values.shape, strict=True)] if scale.ndim == 2 else None
+    largest = torch.finfo(dtype).max
+    if blocks is None:
+        new = (values.float().abs().amax() / largest).clamp(min=1e-12).expand_as(scale)
+    else:
+        rows, columns = (count * block for count, block in zip(scale.shape, blocks, strict=True))
+        padded = torch.nn.functional.pad(values.float().abs(), (0, columns - values.shape[1], 0, rows - values.shape[0]))
+        new = (padded.unflatten(0, (-1, blocks[0])).unflatten(2, (-1, blocks[1])).amax((1, 3)) / largest).clamp(min=1e-12)
+    new = new.to(scale.dtype)
+    return (values.float() / spread(new.float(), values)).clamp(-largest, largest).to(dtype), new
