@@ -322,3 +322,15 @@ def test_all_parts_of_the_check_end_within_ten_minutes_and_a_failed_one_fails_it
     statuses["tests"] = "failed with exit status 1"
     assert check.main([]) == 1
     assert json.loads((tmp_path / "check.json").read_text())["parts"]["tests"]["status"] == statuses["tests"]
+
+
+@pytest.mark.slow
+def test_an_mtp_head_is_trained_from_its_checkpoint(script: Callable[[str], Any], tmp_path: Path) -> None:
+    output = tmp_path / "mtp.json"
+    script("bench/mtp").main(
+        examples=16, texts=16, steps=20, prompts=2, max_new_tokens=8, folder=tmp_path / "mtp", output=output
+    )
+    record = json.loads(output.read_text())
+    assert [row["head"] for row in record["rows"]] == ["random weights", "as in the checkpoint", "trained on labels"]
+    assert all(row["identical"] for row in record["rows"])
+    assert record["labels"] > 1000
