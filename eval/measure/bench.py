@@ -17,13 +17,14 @@ from ...models.decoding.protocols import AcceptanceRule
 from ...models.llm.hf_target import HFTarget
 from ..config import EvalConfig
 from ..records.names import OOM
-from ..records.records import BASELINE, EvalRecord, RecordFile
+from ..records.records import BASELINE, Drafts, EvalRecord, RecordFile
 from ..records.run_files import Environment, OutOfMemory
 from ..results.figures import is_slow
 from .audit import audit
 from .environment import recorded_stages, within_memory
 from .plan import Job, Plan, PromptTurn, Texts, answer_seed, count_by_source
 from .timing import Generation, attempts_without_graphs, time_generation
+from .trace import trace_drafts
 
 logger = logging.getLogger(__name__)
 
@@ -233,9 +234,27 @@ class Bench:
 
     def _records(self, job: Job, generation: Generation) -> list[EvalRecord]:
         """Build one record for each row of a batch."""
-        return [self._record(job, row, generation) for row in range(len(job.batch.turns))]
+        rows = range(len(job.batch.turns))
+        drafts = self._drafts(job) if job.profiled and job.method.name != BASELINE else [None for _ in rows]
+        return [self._record(job, row, generation, drafts[row]) for row in rows]
 
-    def _record(self, job: Job, row: int, generation: Generation) -> EvalRecord:
+    def _drafts(self, job: Job) -> list[Drafts] | list[None]:
+        """Decode a batch again, and follow its drafts; nothing where memory runs out."""
+        turns = job.batch.turns
+        trace = partial(
+            trace_drafts,
+            self.target,
+            job.method.drafter,
+            self.rules[turns[0].temperature],
+            self.texts.tokenizer,
+            job.batch.input_ids,
+            seeds=[self._seed(turn) for turn in turns],
+            max_new_tokens=self.config.max_new_tokens,
+            stop_ids=self.target.stop_ids,
+        )
+        return within_memory(trace, self.target) or [None for _ in turns]
+
+    def _record(self, job: Job, row: int, generation: Generation, drafts: Drafts | None) -> EvalRecord:
         turn, input_ids, answer = job.batch.turns[row], job.batch.input_ids[row], generation.answer(row)
         return EvalRecord(
             # 1. The prompt, and how it was answered.
@@ -267,6 +286,7 @@ class Bench:
             truncated=answer.token_ids[-1] not in self.target.stop_ids,
             accepted_by=count_by_source(answer.accepted_origins, job.method.sources, answer.num_accepted),
             pace=job.method.pace,
+            drafts=drafts,
             # 3. The times of the whole batch; only profiled answers have phases.
             prefill_seconds=generation.prefill_seconds,
             decode_seconds=generation.decode_seconds,

@@ -68,6 +68,31 @@ class Runs:
     num_cancelled_entries: int
 
 
+ENDED, NO_DRAFT, FULL, IN_REACH, OUTSIDE, MISSED = ".-frvm"
+"""Why a step's draft ended: the answer ended; nothing was drafted, or only by a free source; all was right up to the
+search's last level; the search had the right token, and the tree left it out; no drafter's vocabulary has it; no search
+had it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafts:
+    """The steps of an answer, for `outrider explain`."""
+
+    prompt_ids: list[int]
+    accepted: list[int]
+    """Accepted draft tokens of each step."""
+    ends: str
+    """Why each step's draft ended: a letter for each."""
+    probabilities: list[float]
+    """The target's probability of the token that it emitted after the draft, at temperature 1."""
+    texts: list[str]
+    """The text of each token of the answer."""
+
+    def __post_init__(self) -> None:
+        if not len(self.accepted) == len(self.ends) == len(self.probabilities):
+            raise ValueError("accepted, ends and probabilities must have one entry for each step")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRecord:
     """One answer: a prompt's turn, answered once by a method.
@@ -148,6 +173,8 @@ class EvalRecord:
     """Counts of the target's passes; None for a target without stages."""
     tree_tokens: Any = None
     """Counts that earlier versions recorded; nothing reads them."""
+    drafts: Drafts | None = None
+    """Every step of the answer, decoded once more; only in profiled answers with a drafter."""
 
     def __post_init__(self) -> None:
         rules = {

@@ -1,0 +1,97 @@
+"""`outrider explain`: why an evaluation's drafts end, and what each cause costs at most."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic.dataclasses import dataclass
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..data.fields import OPTIONS
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from ..eval.results.explain import Explanation
+
+NUM_GROUPS = 6
+"""Lines of a table of groups; the page has all."""
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class ExplainOptions:
+    """Options of `outrider explain`."""
+
+    directory: Path
+    """Folder of a finished evaluation, with eval.profile_prompts above 0: their answers are explained."""
+    method: str | None = None
+    """Only methods whose label has this text, such as EAGLE. null: all."""
+
+    POSITIONAL: ClassVar = ("directory",)
+
+
+def explain_command(options: ExplainOptions) -> None:
+    """Say why the drafts of an evaluation end, without decoding anew.
+
+    Each miss has one cause: the target itself was uncertain, the text had the token already, the drafter ranked it too
+    low, or has not learned it.
+    """
+    from ..eval.records.names import RECORDS_FILE
+    from ..eval.records.records import read_records
+    from ..eval.results.explain import explain
+    from ..eval.results.rows import read_rows
+
+    rows = read_rows(options.directory)
+    training = {row["label"]: row["training"] for row in rows}
+    estimates = {label: float(facts["tokens_per_step_estimate"]) for label, facts in training.items() if facts}
+    explained = explain(read_records(options.directory / RECORDS_FILE).values(), estimates)
+    chosen = [one for one in explained if options.method is None or options.method.lower() in one.label.lower()]
+    if not chosen:
+        labels = "; ".join(one.label for one in explained)
+        raise ValueError(f"method is {options.method!r}, and no label has this text; there are: {labels}")
+    console = Console()
+    for explanation in chosen:
+        _print(explanation, console)
+
+
+def _print(explanation: "Explanation", console: Console) -> None:
+    """Print what a person acts on: a headline, the causes with the next steps, and where misses are."""
+    from ..eval.results.explain import advice
+
+    # 1. The headline.
+    steps, misses = len(explanation.steps), explanation.num_misses
+    answers = explanation.steps.groupby(["suite", "answer"]).ngroups
+    console.print(
+        f"[bold]{escape(explanation.label)}: {explanation.tokens_per_step:.2f} tokens per step; {misses} of {steps} drafts "
+        f"missed a token[/] ({answers} answers)",
+        soft_wrap=True,
+    )
+    if explanation.falls_short:
+        console.print(
+            f"On its training's own texts it was {explanation.estimate:.2f}. Either it has learned those by heart, or it sees "
+            "other inputs here: compare target, chat template, kind of texts and feature layers with those of its training.",
+            soft_wrap=True,
+        )
+    # 2. The causes, and what to do about them.
+    table = Table("Misses", "", "Cause", "At most", "Above all in", box=box.SIMPLE)
+    for cause in explanation.causes:
+        share = f"{cause.count / misses:.0%}"
+        table.add_row(str(cause.count), share, cause.name, f"{cause.most:.2f}", escape(cause.where or ""))
+    console.print(table)
+    for number, step in enumerate(advice(explanation), start=1):
+        console.print(f"{number}. {escape(step)}", soft_wrap=True)
+    # 3. Where they are.
+    console.print(_table(explanation.positions()))
+    for column in ("token", "place", "context", "suite", "category"):
+        groups = explanation.groups(column)
+        if len(groups) > 1:
+            console.print(_table(groups.head(NUM_GROUPS)))
+
+
+def _table(rows: "pd.DataFrame") -> Table:
+    table = Table(*map(str, rows.columns), box=box.SIMPLE)
+    for row in rows.itertuples(index=False):
+        table.add_row(*(escape(f"{value:.2f}" if isinstance(value, float) else str(value)) for value in row))
+    return table

@@ -1,0 +1,251 @@
+"""Why drafts end: each miss of a traced evaluation has one cause, and belongs to a kind of token and text.
+
+A miss is a step whose draft ended before a token that the drafter could have had. Its cause is the first of
+these that holds:
+
+    uncertain       the target itself gave its token less than half of the probability
+    free            the same tokens stood earlier in the text, before the same token: suffix lookup finds it
+    ranked too low  the drafter's search had the token, and the draft tree left it out
+    outside         the token is not in the reduced draft vocabulary
+    not learned     the drafter didn't think of it
+
+Not misses: steps at the end of an answer, steps without a draft, and drafts that were right up to their last level.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from ..records.records import ENDED, FULL, IN_REACH, NO_DRAFT, OUTSIDE, EvalRecord
+
+UNCERTAIN, FREE, RANKED, NOT_IN_VOCABULARY, NOT_LEARNED = "uncertain", "free", "ranked too low", "outside", "not learned"
+CAUSES = (NOT_LEARNED, RANKED, FREE, NOT_IN_VOCABULARY, UNCERTAIN)
+SURE = 0.5
+"""Least probability of a token of which the target is not called uncertain."""
+LOOKUP = (4, 3, 2)
+"""Tokens before a token that must have stood earlier in the text, the longest match first."""
+CONTEXTS = (256, 1024, 4096)
+"""Bounds of the classes of context length, in tokens."""
+GROUPS = ("suite", "category", "token", "place", "context")
+"""Columns by which misses are told apart."""
+LEAST_STEPS = 20
+"""Steps that a group has at least, for its rate to be compared with the others'."""
+FAR_LESS = 0.5
+"""Share of the accepted tokens of its training below which a drafter falls short of it."""
+MUCH_WORSE = 1.5
+"""Ratio of a group's rate of misses to that of all others from which it is named as the place of a cause."""
+
+
+def steps_of(record: EvalRecord) -> Iterator[dict[str, Any]]:
+    """Describe every step of a traced answer."""
+    assert record.drafts is not None
+    drafts, ids = record.drafts, [*record.drafts.prompt_ids, *record.token_ids]
+    start = len(drafts.prompt_ids)
+    copied = earlier_matches(ids)
+    places = list(places_of(drafts.texts))
+    position = 1  # the prefill emits the first token
+    for accepted, end, probability in zip(drafts.accepted, drafts.ends, drafts.probabilities, strict=True):
+        chosen = min(position + accepted, len(record.token_ids) - 1)
+        match = copied[start + chosen]
+        yield {
+            "method": record.method,
+            "label": record.label,
+            "suite": record.suite,
+            "category": record.category,
+            "answer": record.prompt_id,
+            "emitted": min(accepted + 1, len(record.token_ids) - position),
+            "accepted": accepted,
+            "token": kind_of(drafts.texts[chosen]),
+            "copied": match is not None and match < start,
+            "place": places[chosen],
+            "context": next((f"up to {bound}" for bound in CONTEXTS if start + chosen <= bound), f"over {CONTEXTS[-1]}"),
+            "end": end,
+            "cause": cause_of(end, probability, is_free=match is not None),
+        }
+        position += accepted + 1
+
+
+def cause_of(end: str, probability: float, *, is_free: bool) -> str | None:
+    """Return the cause of a step's miss; None if it has none."""
+    if end in (ENDED, NO_DRAFT, FULL):
+        return None
+    if probability < SURE:
+        return UNCERTAIN
+    if is_free:
+        return FREE
+    return {IN_REACH: RANKED, OUTSIDE: NOT_IN_VOCABULARY}.get(end, NOT_LEARNED)
+
+
+def earlier_matches(ids: Sequence[int]) -> list[int | None]:
+    """Return for each token where it stood earlier after the same tokens: its last place, or None."""
+    seen: dict[tuple[int, ...], int] = {}
+    result: list[int | None] = []
+    for place, token in enumerate(ids):
+        before = [tuple(ids[place - size : place]) for size in LOOKUP if place >= size]
+        matches = [seen[key] for key in before if key in seen]
+        result.append(matches[0] if matches and ids[matches[0]] == token else None)
+        seen.update(dict.fromkeys(before, place))
+    return result
+
+
+def kind_of(text: str) -> str:
+    """Return the kind of a token, by its text."""
+    body = text.strip()
+    if not body:
+        return "space"
+    if "\ufffd" in body:
+        return "part of a character"
+    if body[0].isdigit():
+        return "digits"
+    if body[0].isalpha():
+        return "first of a word" if text[0].isspace() else "letters"
+    return "punctuation"
+
+
+def places_of(texts: Iterable[str]) -> Iterator[str]:
+    """Return whether each token is in a block of code, in the model's thinking, or in the answer itself."""
+    text, is_code, is_thinking = "", False, False
+    for new in texts:
+        text += new
+        if text.endswith("```"):
+            is_code, text = not is_code, ""
+        if text.rstrip().endswith(("<think>", "</think>")):
+            is_thinking = not text.rstrip().endswith("</think>")
+        yield "thinking" if is_thinking else "code" if is_code else "answer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Misses of one cause."""
+
+    name: str
+    count: int
+    most: float
+    """Tokens per step, at most, if none of them had ended a draft."""
+    where: str | None
+    """The group of texts or tokens that has far more of them than the others; None if there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why the drafts of a method end."""
+
+    label: str
+    steps: pd.DataFrame
+    causes: list[Cause]
+    """Those that occur, the one that costs most first."""
+    estimate: float | None = None
+    """Tokens per step that the drafter's training estimated on its validation texts; None if unknown."""
+
+    @property
+    def falls_short(self) -> bool:
+        """Whether it accepts far less than in its training."""
+        return self.estimate is not None and self.tokens_per_step - 1 < FAR_LESS * (self.estimate - 1)
+
+    @property
+    def tokens_per_step(self) -> float:
+        return float(self.steps["emitted"].sum() / len(self.steps))
+
+    @property
+    def num_misses(self) -> int:
+        return int(self.steps["cause"].notna().sum())
+
+    def positions(self) -> pd.DataFrame:
+        """By position in the draft: how often it was reached, and how often its token was right."""
+        drafted = self.steps[self.steps["end"] != NO_DRAFT]
+        has_miss = ~drafted["end"].isin([ENDED, FULL])
+        rows = []
+        for depth in range(1, int(drafted["accepted"].max()) + 2) if len(drafted) else ():
+            is_right = drafted["accepted"] >= depth
+            num_reached = int((is_right | ((drafted["accepted"] == depth - 1) & has_miss)).sum())
+            if num_reached:
+                rows.append({"draft token": depth, "reached": num_reached, "right": float(is_right.sum() / num_reached)})
+        return pd.DataFrame(rows)
+
+    def groups(self, column: str) -> pd.DataFrame:
+        """By the values of a column: steps, tokens per step, misses, and their most frequent cause."""
+        rows = []
+        for value, steps in self.steps.groupby(column, sort=False):
+            causes = steps["cause"].dropna()
+            rows.append(
+                {
+                    column: value,
+                    "steps": len(steps),
+                    "tokens per step": float(steps["emitted"].sum() / len(steps)),
+                    "misses": len(causes),
+                    "most are": causes.mode().iloc[0] if len(causes) else "-",
+                }
+            )
+        return pd.DataFrame(rows).sort_values("misses", ascending=False)
+
+
+def explain(records: Iterable[EvalRecord], estimates: Mapping[str, float]) -> list[Explanation]:
+    """Explain the misses of each method; `estimates` are tokens per step in its training, by label.
+
+    Raises ValueError if no answer's drafts were recorded.
+    """
+    rows = [step for record in records if record.drafts is not None for step in steps_of(record)]
+    if not rows:
+        raise ValueError(
+            "no answer's drafts were recorded: they are those of eval.profile_prompts, which is 0 here, or the evaluation is "
+            "of an earlier version; evaluate again, for example with --eval.profile_prompts 16"
+        )
+    by_label = pd.DataFrame(rows).groupby("label", sort=False)
+    return [_explained(str(label), steps, estimates.get(str(label))) for label, steps in by_label]
+
+
+def _explained(label: str, steps: pd.DataFrame, estimate: float | None) -> Explanation:
+    emitted = int(steps["emitted"].sum())
+    counts = steps["cause"].value_counts()
+    causes = [
+        Cause(
+            name=name,
+            count=int(counts[name]),
+            most=emitted / max(1, len(steps) - int(counts[name])),
+            where=where_of(steps, name),
+        )
+        for name in sorted(counts.index, key=lambda name: -counts[name])
+    ]
+    return Explanation(label=label, steps=steps, causes=causes, estimate=estimate)
+
+
+def where_of(steps: pd.DataFrame, cause: str) -> str | None:
+    """Return the group that has the most misses of a cause beyond the others' rate, if they are a quarter of all."""
+    is_cause = steps["cause"] == cause
+    best, most = None, is_cause.sum() / 4
+    for column in GROUPS:
+        for value, inside in steps.groupby(column)[column]:
+            own, others = is_cause[inside.index], is_cause.drop(inside.index)
+            if min(len(own), len(others)) < LEAST_STEPS:
+                continue
+            excess = own.sum() - len(own) * others.mean()
+            if excess > most and own.mean() > MUCH_WORSE * others.mean():
+                best, most = f"{column} {value}", excess
+    return best
+
+
+ADVICE = {
+    NOT_LEARNED: "train longer, or on more texts like these{where}",
+    RANKED: "verify larger trees: `outrider tune` finds which pay (drafter.tree_nodes, drafter.top_k)",
+    FREE: "merge free sources with the drafter: eval.merge=[suffix, recycling]",
+    NOT_IN_VOCABULARY: "train with a larger drafter.draft_vocab_size, or on texts like these{where}: their tokens are counted",
+}
+"""What could mend each cause but the target's own uncertainty."""
+NUM_STEPS = 3
+"""Next steps that are named."""
+
+
+def advice(explanation: Explanation) -> list[str]:
+    """Return the next steps that could win most, with the tokens per step that each could bring at most."""
+    steps = []
+    for cause in explanation.causes:
+        if cause.name in ADVICE:
+            where = f" ({cause.where})" if cause.where else ""
+            steps.append((cause.most, ADVICE[cause.name].format(where=where)))
+    if num_full := int((explanation.steps["end"] == FULL).sum()):
+        most = float(explanation.steps["emitted"].sum() / max(1, len(explanation.steps) - num_full))
+        steps.append((most, f"draft deeper: {num_full} drafts were right to their last token"))
+    steps.sort(key=lambda step: -step[0])
+    return [f"{text}: at most {most:.2f} tokens per step" for most, text in steps[:NUM_STEPS]]

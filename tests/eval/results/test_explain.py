@@ -1,0 +1,123 @@
+"""Why drafts end: each miss has one cause, and the groups that are far worse than others are named."""
+
+import pytest
+
+from outrider.eval.records.records import Drafts, EvalRecord
+from outrider.eval.results.explain import (
+    FREE,
+    NOT_IN_VOCABULARY,
+    NOT_LEARNED,
+    RANKED,
+    UNCERTAIN,
+    advice,
+    cause_of,
+    earlier_matches,
+    explain,
+    kind_of,
+    places_of,
+)
+
+from ..conftest import MakeRecord
+
+
+def traced(make_record: MakeRecord, ends: str, *, accepted: int = 1, probability: float = 0.9, **changes) -> EvalRecord:
+    """Return a record of an answer whose steps accept equally many tokens; no token stands twice."""
+    num_tokens = 1 + len(ends) * (accepted + 1)
+    return make_record(
+        **{
+            "method": "eagle",
+            "label": "EAGLE",
+            "accepted_histogram": [0] * accepted + [len(ends)],
+            "drafts": Drafts(
+                prompt_ids=[100, 101],
+                accepted=[accepted] * len(ends),
+                ends=ends,
+                probabilities=[probability] * len(ends),
+                texts=[" word"] * num_tokens,
+            ),
+            **changes,
+        }
+    )
+
+
+def test_every_miss_has_one_cause_and_other_steps_have_none(make_record):
+    (explanation,) = explain([traced(make_record, "mmmrrv-f.")], {})
+    assert {cause.name: cause.count for cause in explanation.causes} == {NOT_LEARNED: 3, RANKED: 2, NOT_IN_VOCABULARY: 1}
+    assert explanation.num_misses == 6
+    assert explanation.tokens_per_step == 2.0
+    assert explanation.causes[0].most == 18 / 6
+    assert [step.split(":")[0] for step in advice(explanation)] == [
+        "train longer, or on more texts like these",
+        "verify larger trees",
+        "train with a larger drafter.draft_vocab_size, or on texts like these",
+    ]
+    assert explanation.positions().to_dict("records") == [
+        {"draft token": 1, "reached": 8, "right": 1.0},
+        {"draft token": 2, "reached": 6, "right": 0.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("end", "probability", "is_free", "cause"),
+    [
+        ("m", 0.49, True, UNCERTAIN),
+        ("m", 0.5, True, FREE),
+        ("r", 0.9, True, FREE),
+        ("r", 0.9, False, RANKED),
+        ("v", 0.9, False, NOT_IN_VOCABULARY),
+        ("m", 0.9, False, NOT_LEARNED),
+        *((end, 0.1, True, None) for end in ".-f"),
+    ],
+)
+def test_the_first_cause_that_holds_counts(end, probability, is_free, cause):
+    assert cause_of(end, probability, is_free=is_free) == cause
+
+
+def test_a_language_that_was_left_out_is_named(make_record):
+    known = [traced(make_record, "mf" * 10 + "fffff", category="German", prompt_id=str(index)) for index in range(4)]
+    unknown = [traced(make_record, "m" * 25, accepted=0, category="Hindi", prompt_id=f"h{index}") for index in range(4)]
+    (explanation,) = explain([*known, *unknown], {})
+    assert (explanation.causes[0].name, explanation.causes[0].where) == (NOT_LEARNED, "category Hindi")
+    assert "(category Hindi)" in advice(explanation)[0]
+    assert explanation.groups("category").iloc[0]["category"] == "Hindi"
+    (alone,) = explain(known, {})
+    assert alone.causes[0].where is None
+
+
+def test_a_drafter_that_falls_short_of_its_training_is_said(make_record):
+    records = [traced(make_record, "m" * 20, accepted=0)]
+    assert not explain(records, {})[0].falls_short
+    assert explain(records, {"EAGLE": 2.5})[0].falls_short
+    assert not explain([traced(make_record, "m" * 20, accepted=1)], {"EAGLE": 2.5})[0].falls_short
+
+
+def test_methods_are_explained_alone_and_records_without_drafts_are_an_error(make_record):
+    records = [traced(make_record, "mm"), traced(make_record, "rr", method="medusa", label="Medusa"), make_record()]
+    assert [(one.label, one.causes[0].name) for one in explain(records, {})] == [("EAGLE", NOT_LEARNED), ("Medusa", RANKED)]
+    with pytest.raises(ValueError, match=r"profile_prompts, which is 0 here.*--eval\.profile_prompts 16"):
+        explain([make_record()], {})
+
+
+def test_a_token_stood_earlier_after_the_same_tokens():
+    assert earlier_matches([1, 2, 3, 9, 1, 2, 3]) == [None, None, None, None, None, None, 2]
+    assert earlier_matches([1, 2, 3, 1, 2, 4]) == [None] * 6
+    # The longest match counts, and of equal ones the last.
+    assert earlier_matches([5, 1, 2, 7, 6, 1, 2, 8, 5, 1, 2, 7])[-1] == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        *((" Word", "first of a word"), ("ing", "letters"), (" 12", "digits"), ("\n\n", "space"), (" (", "punctuation")),
+        *(("\ufffd", "part of a character"), ("", "space"), (" नमस्ते", "first of a word")),
+    ],
+)
+def test_kinds_of_tokens(text, kind):
+    assert kind_of(text) == kind
+
+
+def test_places_in_an_answer():
+    texts = ["<think>", "so", "</think>", "Here", ":\n``", "`", "x = 1", "```", " done"]
+    assert list(places_of(texts)) == [
+        *("thinking", "thinking", "answer", "answer", "answer", "code", "code", "answer", "answer"),
+    ]
