@@ -42,7 +42,8 @@ class ExportOptions:
     converter: Path | None = None
     """For gguf: convert_hf_to_gguf.py in the source of the llama.cpp that will read the file."""
     dtype: Annotated[str, one_of(*DTYPES)] | None = None
-    """Type of the exported numbers. null: as stored; for gguf float32."""
+    """Type of the exported numbers. null: as stored; for gguf float32. mtp has the types of the target's
+    checkpoint in any case."""
     target: TargetConfig
 
     POSITIONAL: ClassVar = ("drafter",)

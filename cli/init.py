@@ -138,6 +138,10 @@ def recipe_text(recipe: Path, drafter: str, target: "TargetFacts", data: "DataFa
         "template_reason": target.template_reason,
         "options_reason": f"the template reads {', '.join(target.template_options) or 'none'}",
         "overlap_words": data.overlap_words,
+        "branches": _yaml(not target.is_recurrent),
+        "branches_reason": "recurrent layers are labelled along the text"
+        if target.is_recurrent
+        else "labels at every position",
         "overlap_reason": data.overlap_reason,
         "steps": steps,
         "batch_size": min(4 if drafter in LARGE_BATCHES else 2, batch),
@@ -189,6 +193,7 @@ def drafter_sizes(target: "TargetFacts") -> dict[str, Any]:
         "medusa_formats": "[medusa]" if owns else "[]",
         "mtp_init": "target" if target.has_mtp_head else "random",
         "mtp_reason": "the head of its own checkpoint" if target.has_mtp_head else "its checkpoint has no such head",
+        "mtp_rate": "1e-4 # it is trained already" if target.has_mtp_head else "1e-3",
         "mtp_formats": "[mtp]" if target.has_mtp_head else "[]",
         "model_layers": max([1, *(number for number in range(1, 5) if number * layer + hidden * vocabulary < room)]),
     }

@@ -43,6 +43,8 @@ LENGTH_MARGIN = 16
 
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Keys of configurations that count the layers of MTP heads."""
+RECURRENT_KEYS = ("conv_L_cache", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_attn_config", "mamba_", "ssm_")
+"""Beginnings of keys that only models with recurrent layers have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,8 @@ class TargetFacts:
     has_accelerator: bool
     has_mtp_head: bool = False
     """Whether its checkpoint has an MTP head, as far as its configuration says."""
+    is_recurrent: bool = False
+    """Whether it has recurrent layers, as far as its configuration says: their texts are labelled without branches."""
 
     @property
     def max_length(self) -> int:
@@ -139,6 +143,7 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
         template_options=sorted(template_options(text)),
         has_accelerator=_has_accelerator(),
         has_mtp_head=any(config.get(name) for name in MTP_COUNTS),
+        is_recurrent=any(name.startswith(RECURRENT_KEYS) and value for name, value in config.items()),
     )
 
 

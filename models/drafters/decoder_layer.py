@@ -1,4 +1,4 @@
-"""The decoder layer of EAGLE's drafters: of the target's kind, or of another named form."""
+"""The decoder layer of EAGLE's drafters and MTP heads: of the target's kind, or of another named form."""
 
 import copy
 import inspect
@@ -150,14 +150,16 @@ def make_full_layer(target: HFTarget) -> Any:
     template = target.layer_template()
     if template is not None and FULL in kinds:
         layer: Any = type(template)(config, layer_idx=max(index for index, kind in enumerate(kinds) if kind == FULL))
-        is_plain = {name for name, _ in layer.named_children()} == LAYER_PARTS and not hasattr(layer.self_attn, "indexer")
-        if is_plain and getattr(config, "residual_multiplier", 1.0) == 1.0:
+        is_plain = {name for name, _ in layer.named_children()} == LAYER_PARTS
+        reads_all = is_plain and not any(hasattr(layer.self_attn, name) for name in ("indexer", "sinks"))
+        has_rotary = "rotary_emb" in dict(decoder_of(target.model).named_children())
+        if reads_all and has_rotary and getattr(config, "residual_multiplier", 1.0) == 1.0:
             layer.apply(target.model._init_weights)
             layer.self_attn.layer_idx = 0  # its cache has no other layer
             return layer
     raise ValueError(
-        f"{type(target.model).__name__} has no layer that is attention to the whole text and an MLP, with a norm before each, "
-        "and an MTP head is such a layer; choose another drafter, such as redrafter"
+        f"{type(target.model).__name__} has no layer that is plain attention to the whole text, with rotary embeddings, and an "
+        "MLP, with a norm before each, and an MTP head is such a layer; choose another drafter, such as redrafter"
     )
 
 

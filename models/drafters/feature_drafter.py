@@ -1,4 +1,4 @@
-"""The common part of EAGLE-1, -2 and -3: one decoder layer over features, its training and search.
+"""The common part of EAGLE-1, -2 and -3 and MTP heads: one decoder layer over features, its training and search.
 
 Entry t of a text pairs the embedding of token t + 1 with the target's feature at token t. The
 layer's output at entry t predicts token t + 2. It also replaces the feature at t + 1, which the

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from ..llm.config import TargetConfig
 from ..llm.hf_target import HFTarget
 from ..llm.streamed_loading import stored_weights
-from ..llm.weight_files import StoredTensor
+from ..llm.weight_files import StoredTensor, first_equal, read_header
 
 Tensors = dict[str, torch.Tensor]
 Stored = Mapping[str, StoredTensor]
@@ -26,7 +26,8 @@ class Layout:
 
     families: str
     prefix: str
-    """What the names of its tensors begin with, after that of a larger model; {layers} is the target's number of layers."""
+    """What the names of its tensors begin with, behind that of the model which they are in; {layers} is the target's
+    number of layers."""
     names: Mapping[str, str]
     """Beginnings of their names behind the prefix, by those of ours."""
     hidden_first: bool = False
@@ -64,12 +65,15 @@ LAYOUTS = (
     ),
 )
 OF_THE_TARGET = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
-"""Copies of the target's tensors that a head may have."""
+"""Tensors that a head may have and that aren't trained: copies of the target's, and what its configuration says."""
 EXPERTS = "layer.mlp.experts."
 PARTS_OF_EXPERTS = {f"{EXPERTS}gate_up_proj": ("gate_proj", "up_proj"), f"{EXPERTS}down_proj": ("down_proj",)}
 """Transformers has one tensor for all experts; in files each expert may have its own."""
 SCALES = ("_scale_inv", "_scale")
 """What the names of the scales of 8-bit floats end with."""
+SMALLEST_SCALE = 1e-12
+"""Of a part that is all zeros."""
+Blocks = tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,7 @@ class Head:
         """List the tensors of this layer that a drafter doesn't have."""
         names = set(known)
         names |= {scale for name in names if (scale := self.scale_of(name))}
-        further = self.prefix + self.layout.names["layer."].removesuffix("0.")  # further layers, which draft nothing here
+        further = self.prefix + self.layout.names["layer."].removesuffix("0.")  # of layers after the first: mtp.layers.
         return sorted(
             name
             for name in self.names - names
@@ -159,12 +163,26 @@ def own_weights(target: HFTarget) -> Stored:
     config = target.model.config
     if not config.name_or_path:
         raise ValueError(f"{target.identity.name} was not loaded from files, so they have no MTP head; set drafter.init=random")
-    return stored_weights(TargetConfig(name_or_path=config.name_or_path, revision=getattr(config, "_commit_hash", None)))
+    stored = stored_weights(TargetConfig(name_or_path=config.name_or_path, revision=getattr(config, "_commit_hash", None)))
+    return with_other_files(stored, target)
+
+
+def with_other_files(stored: Stored, target: HFTarget) -> Stored:
+    """Return the tensors of a checkpoint; if they have no MTP head, also those of files that its index doesn't name."""
+    if _find(stored, target) is not None:
+        return stored
+    folder = next(iter(stored.values())).path.parent
+    others = {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in read_header(path).items()}
+    return {**others, **stored} if _find(others, target) is not None else stored
+
+
+def _find(stored: Stored, target: HFTarget) -> Head | None:
+    return Head.find(stored, target.model.config.get_text_config().num_hidden_layers)
 
 
 def find_head(stored: Stored, target: HFTarget, where: str) -> Head:
     """Find the MTP head among tensors of files. Raises ValueError if there is none."""
-    head = Head.find(stored, target.model.config.get_text_config().num_hidden_layers)
+    head = _find(stored, target)
     if head is None:
         raise ValueError(
             f"{where} has no MTP head: no tensors as in the checkpoints of {'; '.join(layout.families for layout in LAYOUTS)}. "
@@ -178,19 +196,17 @@ def read_head(tensors: Tensors, stored: Stored, target: HFTarget) -> None:
     """Fill the tensors of a drafter with an MTP head in files; 8-bit floats are multiplied by their scales.
 
     Raises ValueError for files without a head, for tensors that are missing, unknown, of another shape, damaged or
-    not finite, and for other quantised tensors.
+    not finite, for other quantised tensors, and for embeddings or an output layer of its own.
     """
     where = str(next(iter(stored.values())).path.parent)
     head = find_head(stored, target, where)
     # 1. Check all names and shapes by the headers of the files.
     places = list(head.places(tensors))
+    blocks = configured_blocks(target)
     problems = [f"missing {place.name}" for place in places if place.name not in stored]
     problems += [f"unknown {name}" for name in head.unknown(place.name for place in places)]
-    for place in places:
-        if place.name in stored and stored[place.name].shape != place.shape:
-            problems.append(f"{place.name} is {stored[place.name].shape}, not {place.shape}")
-        elif place.name in stored and not stored[place.name].dtype.is_floating_point:
-            problems.append(f"{place.name} is quantised to {stored[place.name].dtype}; only 8-bit floats are dequantised")
+    problems += [problem for place in places if place.name in stored for problem in _problems(place, head, stored, blocks)]
+    problems += [f"{name} differs from the target's own" for name in _own_copies(head, stored)]
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(
@@ -199,51 +215,92 @@ def read_head(tensors: Tensors, stored: Stored, target: HFTarget) -> None:
         )
     # 2. Read the values.
     for place in places:
-        values = _values(stored[place.name])
+        values = read_tensor(stored[place.name])
         scale = head.scale_of(place.name)
-        place.read(values if scale is None else dequantised(values, _values(stored[scale])))
+        place.read(values if scale is None else dequantised(values, read_tensor(stored[scale]), blocks))
     if damaged := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
-        raise ValueError(
-            f"the MTP head in {where} is damaged: {damaged[0]} holds numbers that aren't finite; download it again"
-        )
+        raise ValueError(f"the MTP head in {where} is damaged: {damaged[0]} has numbers that aren't finite; download it again")
 
 
-def _values(stored: StoredTensor) -> torch.Tensor:
+def _problems(place: Place, head: Head, stored: Stored, blocks: Blocks) -> Iterator[str]:
+    """List what is wrong with a tensor of a head, and with its scales."""
+    tensor, scale = stored[place.name], head.scale_of(place.name)
+    if tensor.shape != place.shape:
+        yield f"{place.name} is {tensor.shape}, not {place.shape}"
+    elif not tensor.dtype.is_floating_point:
+        yield f"{place.name} is quantised to {tensor.dtype}; only 8-bit floats are dequantised"
+    elif (tensor.dtype.itemsize == 1) != (scale is not None):
+        yield f"{place.name} has {'no scales' if scale is None else 'scales'}, and is of {tensor.dtype}"
+    elif scale is not None:
+        by_block = tuple(-(-size // block) for size, block in zip(tensor.shape, blocks, strict=False)) if blocks else None
+        rows = tensor.shape[0]
+        known = {(), (1,), (rows,), (rows, 1), by_block} if len(tensor.shape) == 2 else {(), (1,)}
+        if stored[scale].shape not in known or not stored[scale].dtype.is_floating_point:
+            yield (
+                f"{scale} is {stored[scale].shape} of {stored[scale].dtype}: neither one scale, nor one for each row or "
+                f"each block ({blocks}, by quantization_config.weight_block_size)"
+            )
+
+
+def _own_copies(head: Head, stored: Stored) -> list[str]:
+    """List embeddings and an output layer of a head that equal none of the target's."""
+    copies = [name for name in sorted(head.names) if name.endswith(OF_THE_TARGET[:2])]
+    if not copies:
+        return []
+    targets = [name for name in stored if name not in head.names and name.endswith(("embed_tokens.weight", "lm_head.weight"))]
+    numbers = first_equal(stored[name] for name in (*targets, *copies))
+    known = {numbers[name] for name in targets}
+    return [name for name in copies if targets and numbers[name] not in known]
+
+
+def read_tensor(stored: StoredTensor) -> torch.Tensor:
+    """Read the values of a tensor."""
     with safe_open(stored.path, framework="pt") as file:
         values: torch.Tensor = file.get_tensor(stored.name)
     return values
 
 
-def dequantised(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+# --- 8-bit floats
+
+
+def configured_blocks(target: HFTarget) -> Blocks:
+    """Return the rows and columns of a block with one scale, by the target's configuration; None if it names none."""
+    config = getattr(target.model.config, "quantization_config", None)
+    values = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+    size = values.get("weight_block_size")
+    return (int(size[0]), int(size[1])) if isinstance(size, list | tuple) and len(size) == 2 else None
+
+
+def dequantised(values: torch.Tensor, scale: torch.Tensor, blocks: Blocks = None) -> torch.Tensor:
     """Return a matrix of 8-bit floats times its scales: one, one for each row, or one for each block."""
-    return values.float() * spread(scale.float(), values)
+    return values.float() * _spread(scale.float(), values.shape, blocks)
 
 
-def spread(scale: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Repeat the scales of blocks for each of their elements. The last blocks may be smaller."""
-    if scale.ndim < 2:
-        return scale.reshape(-1, *[1] * (values.ndim - 1))
-    for dim, (blocks, size) in enumerate(zip(scale.shape, values.shape, strict=True)):
-        scale = scale.repeat_interleave(block_size(blocks, size), dim).narrow(dim, 0, size)
-    return scale
-
-
-def block_size(blocks: int, size: int) -> int:
-    """Return the elements of a block, if so many blocks cover `size`: a power of two, unless none fits."""
-    least = -(-size // blocks)
-    power = 1 << (least - 1).bit_length()
-    return power if -(-size // power) == blocks else least
-
-
-def quantised(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a matrix as 8-bit floats and new scales, in the blocks of earlier scales."""
-    blocks = [block_size(*pair) for pair in zip(scale.shape, values.shape, strict=True)] if scale.ndim == 2 else None
+def quantised(
+    values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, blocks: Blocks = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a matrix as 8-bit floats with new scales, for the same parts as the earlier scales."""
     largest = torch.finfo(dtype).max
-    if blocks is None:
-        new = (values.float().abs().amax() / largest).clamp(min=1e-12).expand_as(scale)
+    wide = values.float()
+    if scale.numel() == 1:
+        most = wide.abs().amax()
+    elif blocks is None or scale.shape[-1] == 1 or scale.ndim == 1:
+        most = wide.abs().amax(1)
     else:
-        rows, columns = (count * block for count, block in zip(scale.shape, blocks, strict=True))
-        padded = torch.nn.functional.pad(values.float().abs(), (0, columns - values.shape[1], 0, rows - values.shape[0]))
-        new = (padded.unflatten(0, (-1, blocks[0])).unflatten(2, (-1, blocks[1])).amax((1, 3)) / largest).clamp(min=1e-12)
-    new = new.to(scale.dtype)
-    return (values.float() / spread(new.float(), values)).clamp(-largest, largest).to(dtype), new
+        rows, columns = (count * size for count, size in zip(scale.shape, blocks, strict=True))
+        padded = torch.nn.functional.pad(wide.abs(), (0, columns - wide.shape[1], 0, rows - wide.shape[0]))
+        most = padded.unflatten(0, (-1, blocks[0])).unflatten(2, (-1, blocks[1])).amax((1, 3))
+    new = (most / largest).clamp(min=SMALLEST_SCALE).reshape(scale.shape).to(scale.dtype)
+    scaled = wide / _spread(new.float(), values.shape, blocks)
+    return scaled.clamp(-largest, largest).to(dtype), new
+
+
+def _spread(scale: torch.Tensor, shape: torch.Size, blocks: Blocks) -> torch.Tensor:
+    """Repeat scales for each of their elements. The last blocks may be smaller."""
+    if scale.numel() == 1:
+        return scale.reshape(())
+    if blocks is None or scale.shape[-1] == 1 or scale.ndim == 1:
+        return scale.reshape(-1, 1)
+    for dim, (block, size) in enumerate(zip(blocks, shape, strict=True)):
+        scale = scale.repeat_interleave(block, dim).narrow(dim, 0, size)
+    return scale

@@ -57,8 +57,9 @@ class FolderContents:
     file: str = WEIGHTS_FILE
     write_more: Callable[[Path], None] = field(default=lambda directory: None)
     """Function that writes the folder's other files."""
-    keeps_types: bool = False
-    """Whether the tensors and the configuration have the types of the target's, whatever type is wanted."""
+    of_target: bool = False
+    """Whether the folder is a copy of the target's: types and configuration are the target's, whatever type is wanted, and no
+    other weights may remain in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +116,7 @@ def write_folder(
     # 1. Convert the drafter, and check all before anything is written.
     require_kind(format, drafter)
     layout = format.write(drafter, target)
-    dtype = None if layout.keeps_types else dtype
+    dtype = None if layout.of_target else dtype
     require_own_folder(directory, format.name)
     tensors = {
         name: tensor.detach().cpu().to(dtype if dtype and tensor.is_floating_point() else tensor.dtype).contiguous()
@@ -140,10 +141,11 @@ def write_folder(
         write_json(folder / NOTE_FILE, asdict(note))
         atomic_write_bytes(folder / layout.file, _packed(tensors, layout.file))
         layout.write_more(folder)
-        own_type = {} if layout.keeps_types else {"torch_dtype": _dtype_name(tensors)}
+        own_type = {} if layout.of_target else {"torch_dtype": _dtype_name(tensors)}
         write_json(folder / CONFIG_FILE, {**layout.config, **own_type})
         for other in directory.iterdir() if directory.is_dir() else ():
-            if not (folder / other.name).exists() and not LEFTOVER.fullmatch(other.name):
+            is_stale = layout.of_target and other.suffix == ".safetensors"
+            if not (folder / other.name).exists() and not LEFTOVER.fullmatch(other.name) and not is_stale:
                 shutil.copytree(other, folder / other.name) if other.is_dir() else shutil.copy(other, folder)
 
 

@@ -58,6 +58,7 @@ def load_pretrained(name_or_path: str, called: str, **options: Any) -> PreTraine
     model: PreTrainedModel = loaded[0]
     require_complete(called, sorted(loaded[1]["missing_keys"]))
     record_tie(model)
+    model.config._name_or_path = name_or_path  # not the folder of links, which is gone
     return model
 
 

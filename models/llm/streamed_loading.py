@@ -43,7 +43,7 @@ def stored_weights(config: TargetConfig) -> dict[str, StoredTensor]:
         # Needs the network, and only for names on the Hub.
         from huggingface_hub import snapshot_download
 
-        patterns = ["model*.safetensors", INDEX_FILE]
+        patterns = ["model*.safetensors", "mtp*.safetensors", INDEX_FILE]
         with loading_errors(f"the target {config.name_or_path!r}", config.name_or_path):
             folder = Path(snapshot_download(config.name_or_path, revision=config.revision, allow_patterns=patterns))
     return read_folder(folder)

@@ -27,7 +27,7 @@ CHUNKS = {"qwen3_5_text": {64}, "falcon_h1": {8}, "lfm2": set()}
 """Tokens in a chunk of each family's kernels."""
 REFUSALS = {
     ("draft_model", "falcon_h1"): "recurrent layers",
-    **dict.fromkeys((("mtp", "falcon_h1"), ("mtp", "lfm2")), "no layer that is attention to the whole text and an MLP"),
+    **dict.fromkeys((("mtp", "falcon_h1"), ("mtp", "lfm2")), "no layer that is plain attention to the whole text"),
 }
 """What a kind can't be on a family, and why."""
 LLAMA = {"layer": {"model_type": "llama"}}

@@ -9,7 +9,7 @@ from transformers.modeling_layers import MtpModel
 
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.mtp import Mtp
-from outrider.models.drafters.mtp_weights import block_size, dequantised, quantised
+from outrider.models.drafters.mtp_weights import dequantised, quantised
 from outrider.models.llm.hf_target import HFTarget
 
 from ...conformance.families import PROMPTS, decode, make_family
@@ -17,6 +17,7 @@ from ...tiny_models import IDENTITY
 from ..mtp_checkpoints import NAMES, load, write_checkpoint
 
 TEXT = torch.tensor([PROMPTS[0] + PROMPTS[2]])
+SHARD = "model-{:05d}-of-00002.safetensors"
 SMALL = {"kind": "mtp", "depth": 3, "top_k": 3, "tree_nodes": 8}
 
 
@@ -84,7 +85,7 @@ def refusal(folder) -> str:
         ({"mtp.norm.weight": None}, "missing mtp.norm.weight"),
         ({"mtp.gate.weight": torch.ones(2)}, "unknown mtp.gate.weight"),
         ({"mtp.norm.weight": torch.ones(3)}, r"mtp.norm.weight is (3,), not (32,)"),
-        ({"mtp.norm.weight": torch.full((32,), torch.nan)}, "final_norm.weight holds numbers that aren't finite"),
+        ({"mtp.norm.weight": torch.full((32,), torch.nan)}, "final_norm.weight has numbers that aren't finite"),
         ({"mtp.fc.weight": torch.ones(32, 64, dtype=torch.int8)}, "mtp.fc.weight is quantised to torch.int8"),
         ({"mtp.fc.qweight": torch.ones(32, 64, dtype=torch.int32)}, "unknown mtp.fc.qweight"),
     ],
@@ -99,7 +100,8 @@ def test_a_head_that_cant_be_read_is_one_error_that_names_a_tensor_and_a_remedy(
 
 def test_further_layers_and_copies_of_the_targets_tensors_are_left_out(tmp_path):
     head = write_checkpoint(tmp_path, "qwen3_5_text")
-    change(tmp_path, {"mtp.layers.1.mlp.up_proj.weight": torch.ones(2, 2), "mtp.embed_tokens.weight": torch.ones(2, 2)})
+    embeddings = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"].clone()
+    change(tmp_path, {"mtp.layers.1.mlp.up_proj.weight": torch.ones(2, 2), "mtp.embed_tokens.weight": embeddings})
     drafter = build_drafter(parse_drafter(SMALL), load(tmp_path))
     torch.testing.assert_close(drafter.fc.weight.double(), head.fc.weight)
 
@@ -107,42 +109,93 @@ def test_further_layers_and_copies_of_the_targets_tensors_are_left_out(tmp_path)
 def test_a_target_that_no_file_holds_and_layers_of_another_structure_are_refused():
     with pytest.raises(ValueError, match=r"not loaded from files.*drafter.init=random"):
         build_drafter(parse_drafter(SMALL), HFTarget(make_family("smollm3"), None, IDENTITY))
-    for family in ("gemma4_text", "deepseek_v32"):
-        with pytest.raises(ValueError, match="no layer that is attention to the whole text and an MLP"):
+    for family in ("gemma4_text", "deepseek_v32", "gpt_oss", "kimi_linear"):
+        with pytest.raises(ValueError, match="no layer that is plain attention to the whole text"):
             build_drafter(parse_drafter({**SMALL, "init": "random"}), HFTarget(make_family(family), None, IDENTITY))
 
 
 # --- 8-bit floats
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (40,), (40, 1), (3, 5)])
-def test_8_bit_floats_are_multiplied_by_their_scales_and_written_back_in_their_blocks(shape):
+@pytest.mark.parametrize(
+    ("shape", "blocks"), [((), None), ((1,), None), ((40,), None), ((40, 1), (1, 128)), ((3, 5), (16, 16)), ((4, 8), (10, 10))]
+)
+def test_8_bit_floats_are_multiplied_by_their_scales_and_written_back_in_their_blocks(shape, blocks):
     torch.manual_seed(0)
     values = torch.randn(40, 72) * torch.linspace(0.1, 10, 40)[:, None]
-    scale = torch.ones(shape, dtype=torch.float32)
-    narrow, scale = quantised(values, scale, torch.float8_e4m3fn)
+    narrow, scale = quantised(values, torch.ones(shape), torch.float8_e4m3fn, blocks)
     assert narrow.dtype is torch.float8_e4m3fn
     assert scale.shape == shape
-    restored = dequantised(narrow, scale)
+    assert len(scale.unique()) == scale.numel()
+    restored = dequantised(narrow, scale, blocks)
     assert (restored - values).norm() < 0.04 * values.norm()
-    again, _ = quantised(restored, scale, torch.float8_e4m3fn)
-    torch.testing.assert_close(dequantised(again, scale), restored, rtol=0.08, atol=0.05)
+    again, same = quantised(restored, scale, torch.float8_e4m3fn, blocks)
+    torch.testing.assert_close(same, scale)
+    torch.testing.assert_close(dequantised(again, same, blocks), restored)
 
 
-def test_blocks_are_those_of_the_files():
-    assert [block_size(5, 576), block_size(56, 7168), block_size(1, 100), block_size(40, 40), block_size(5, 600)] == [
-        128,
-        128,
-        128,
-        1,
-        128,
-    ]
+NAME = "model.layers.4.self_attn.o_proj.weight"
 
 
-def test_a_head_in_8_bit_floats_is_read(tmp_path):
+def narrowed(folder, head, scale, blocks, **tensors):
+    """Store a matrix of the head in 8-bit floats, with scales like these."""
+    narrow, scale = quantised(head.layer.self_attn.o_proj.weight.detach(), scale, torch.float8_e4m3fn, blocks)
+    change(folder, {NAME: narrow, f"{NAME}_scale_inv": scale, **tensors})
+    return narrow, scale
+
+
+@pytest.mark.parametrize(("shape", "blocks"), [((2, 2), (16, 16)), ((4, 4), (10, 10)), ((32, 1), None)])
+def test_a_head_in_8_bit_floats_is_read_in_the_blocks_of_its_configuration(shape, blocks, tmp_path):
     head = write_checkpoint(tmp_path, "deepseek_v3")
-    name = "model.layers.4.self_attn.o_proj.weight"
-    narrow, scale = quantised(head.layer.self_attn.o_proj.weight.detach(), torch.ones(2, 2), torch.float8_e4m3fn)
-    change(tmp_path, {name: narrow, f"{name}_scale_inv": scale})
+    narrowed(tmp_path, head, torch.ones(shape), blocks)
+    target = load(tmp_path)
+    if blocks is not None:
+        target.model.config.quantization_config = {"weight_block_size": list(blocks)}
+    weight = build_drafter(parse_drafter(SMALL), target).layer.self_attn.o_proj.weight
+    expected = head.layer.self_attn.o_proj.weight.float()
+    assert (weight - expected).norm() < 0.04 * expected.norm()
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3,), (0, 0), (2, 2, 2), (40, 40)])
+def test_scales_that_belong_to_nothing_are_refused(shape, tmp_path):
+    head = write_checkpoint(tmp_path, "deepseek_v3")
+    narrowed(tmp_path, head, torch.ones(()), None, **{f"{NAME}_scale_inv": torch.ones(shape)})
+    assert "neither one scale, nor one for each row or each block (None" in refusal(tmp_path)
+
+
+def test_8_bit_floats_without_scales_and_scales_of_wider_floats_are_refused(tmp_path):
+    head = write_checkpoint(tmp_path, "deepseek_v3")
+    narrowed(tmp_path, head, torch.ones(()), None, **{f"{NAME}_scale_inv": None})
+    assert f"{NAME} has no scales" in refusal(tmp_path)
+    change(tmp_path, {NAME: torch.ones(32, 32), f"{NAME}_scale_inv": torch.ones(())})
+    assert f"{NAME} has scales, and is of torch.float32" in refusal(tmp_path)
+
+
+# --- checkpoints in other forms
+
+
+def test_embeddings_and_an_output_layer_must_be_the_targets(tmp_path):
+    write_checkpoint(tmp_path, "deepseek_v3")
+    weights = load_file(tmp_path / "model.safetensors")
+    own = {
+        "model.layers.4.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.4.shared_head.head.weight": "lm_head.weight",
+    }
+    change(tmp_path, {name: weights[source].clone() for name, source in own.items()})
+    build_drafter(parse_drafter(SMALL), load(tmp_path))
+    change(tmp_path, {"model.layers.4.shared_head.head.weight": weights["lm_head.weight"] + 1})
+    assert "model.layers.4.shared_head.head.weight differs from the target's own" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["a file that nothing names", "shards without an index"])
+def test_a_head_is_found_where_transformers_does_not_look(form, tmp_path):
+    head = write_checkpoint(tmp_path, "qwen3_5_text")
+    weights = load_file(tmp_path / "model.safetensors")
+    own = {name: tensor for name, tensor in weights.items() if name.startswith("mtp.")}
+    rest = {name: tensor for name, tensor in weights.items() if name not in own}
+    first, second = ("model.safetensors", "mtp.safetensors") if "nothing" in form else (SHARD.format(1), SHARD.format(2))
+    (tmp_path / "model.safetensors").unlink()
+    save_file(rest, tmp_path / first, {"format": "pt"})
+    save_file(own, tmp_path / second, {"format": "pt"})
     drafter = build_drafter(parse_drafter(SMALL), load(tmp_path))
-    torch.testing.assert_close(drafter.layer.self_attn.o_proj.weight, dequantised(narrow, scale))
+    torch.testing.assert_close(drafter.fc.weight.double(), head.fc.weight)

@@ -1,10 +1,11 @@
 """An MTP head, written back into a copy of its target's checkpoint."""
 
+import errno
 import json
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
@@ -63,7 +64,7 @@ def test_a_trained_head_replaces_the_earlier_one_and_nothing_else(family, shards
     assert {name: tensor.dtype for name, tensor in before.items()} == {name: tensor.dtype for name, tensor in after.items()}
     changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
     assert changed
-    assert {weight_map[name] for name in changed} == {"mtp.safetensors"}
+    assert {weight_map[name] for name in changed} == {"model-mtp.safetensors"}
     assert not (output / "model.safetensors").exists(), "it would hide the index"
     if shards == 2:
         assert (output / SHARDS[0]).samefile(source / SHARDS[0])
@@ -87,13 +88,14 @@ def test_a_trained_head_replaces_the_earlier_one_and_nothing_else(family, shards
 def test_a_head_in_8_bit_floats_is_written_in_its_form(tmp_path):
     head = write_checkpoint(tmp_path / "target", "deepseek_v3")
     name = "model.layers.4.self_attn.o_proj.weight"
-    narrow, scale = quantised(head.layer.self_attn.o_proj.weight.detach(), torch.ones(2, 2), torch.float8_e4m3fn)
+    narrow, scale = quantised(head.layer.self_attn.o_proj.weight.detach(), torch.ones(2, 2), torch.float8_e4m3fn, (16, 16))
     file = tmp_path / "target" / "model.safetensors"
     save_file({**load_file(file), name: narrow, f"{name}_scale_inv": scale}, file, {"format": "pt"})
     target = load(tmp_path / "target")
+    target.model.config.quantization_config = {"weight_block_size": [16, 16]}
     drafter = trained(tmp_path / "drafter", target)
     export_drafter(tmp_path / "drafter", target, "mtp", tmp_path / "with_head", torch.bfloat16)
-    tensors = load_file(tmp_path / "with_head" / "mtp.safetensors")
+    tensors = load_file(tmp_path / "with_head" / "model-mtp.safetensors")
     assert tensors[name].dtype is torch.float8_e4m3fn
     assert tensors[f"{name}_scale_inv"].dtype is torch.float32
     assert tensors["model.layers.4.eh_proj.weight"].dtype is torch.float64, "the type of the checkpoint"
@@ -110,3 +112,82 @@ def test_a_target_without_a_head_has_no_place_for_one(tmp_path):
     with pytest.raises(ValueError, match="has no MTP head"):
         export_drafter(tmp_path / "drafter", target, "mtp", tmp_path / "with_head")
     assert not (tmp_path / "with_head").exists()
+
+
+def reshard(folder, is_in):
+    """Write a checkpoint of one file as files with an index; `is_in` returns the files of a tensor, the named one last."""
+    weights = load_file(folder / "model.safetensors")
+    files = {name: is_in(name) for name in weights}
+    for file in {file for of_name in files.values() for file in of_name}:
+        save_file({name: weights[name] for name in weights if file in files[name]}, folder / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: of_name[-1] for name, of_name in files.items()}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("form", ["the head's file holds more", "a second layer has a file of that name", "in two shards"])
+def test_the_trained_head_is_in_one_file_and_the_earlier_one_in_none(form, tmp_path):
+    source, output = tmp_path / "target", tmp_path / "with_head"
+    write_checkpoint(source, "qwen3_5_text")
+    file = source / "model.safetensors"
+    second = {"mtp.layers.1.mlp.up_proj.weight": torch.ones(2, 2)}
+    save_file({**load_file(file), **second}, file, {"format": "pt"})
+    first, own = SHARDS[0], "model-mtp.safetensors"
+    files = {
+        "the head's file holds more": lambda name: [own if "mtp." in name else first],
+        "a second layer has a file of that name": lambda name: [own if name in second else first],
+        "in two shards": lambda name: [first, SHARDS[1]] if "mtp." in name and name not in second else [first],
+    }
+    reshard(source, files[form])
+    target = load(source)
+    drafter = trained(tmp_path / "drafter", target)
+    export_drafter(tmp_path / "drafter", target, "mtp", output)
+    stored = [name for path in output.glob("*.safetensors") for name in load_file(path)]
+    assert sorted(stored) == sorted(json.loads((output / "model.safetensors.index.json").read_text())["weight_map"])
+    again = import_drafter(output, target)
+    assert torch.equal(again.fc.weight, drafter.fc.weight)
+
+
+def test_an_earlier_exports_weights_of_other_names_are_gone(tmp_path):
+    source, output = tmp_path / "target", tmp_path / "with_head"
+    write_checkpoint(source, "qwen3_5_text")
+    target = load(source)
+    trained(tmp_path / "drafter", target)
+    export_drafter(tmp_path / "drafter", target, "mtp", output)
+    (output / "README.md").write_text("mine")
+    split(source)
+    export_drafter(tmp_path / "drafter", load(source), "mtp", output)
+    assert {path.name for path in output.glob("*.safetensors")} == {*SHARDS[:1], "model-mtp.safetensors"} | {
+        path.name for path in output.glob(SHARDS[1])
+    }
+    assert (output / "README.md").read_text() == "mine"
+
+
+def test_numbers_that_the_checkpoints_type_cannot_hold_are_an_error(tmp_path):
+    write_checkpoint(tmp_path / "target", "smollm3")
+    file = tmp_path / "target" / "model.safetensors"
+    save_file({name: tensor.half() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    target = load(tmp_path / "target", "float32")
+    drafter = build_drafter(parse_drafter({"kind": "mtp"}), target)
+    with torch.no_grad():
+        drafter.fc.weight[0, 0] = 1e6
+    save_drafter(drafter, tmp_path / "drafter", target.identity)
+    with pytest.raises(ValueError, match=r"input_proj.weight of the drafter doesn't fit into torch.float16"):
+        export_drafter(tmp_path / "drafter", target, "mtp", tmp_path / "with_head")
+
+
+def test_a_disk_without_room_is_an_os_error_that_keeps_the_earlier_export(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path / "target", "smollm3")
+    target = load(tmp_path / "target")
+    trained(tmp_path / "drafter", target)
+    export_drafter(tmp_path / "drafter", target, "mtp", tmp_path / "with_head")
+    before = sorted(path.name for path in (tmp_path / "with_head").iterdir())
+
+    def full(*args: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("outrider.models.export.mtp.save_file", full)
+    with pytest.raises(OSError, match="full") as caught:
+        export_drafter(tmp_path / "drafter", target, "mtp", tmp_path / "with_head")
+    assert caught.value.errno == errno.ENOSPC
+    assert sorted(path.name for path in (tmp_path / "with_head").iterdir()) == before
