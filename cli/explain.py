@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..eval.results.explain import Explanation
 
 NUM_GROUPS = 6
-"""Lines of a table of groups; the page has all."""
+"""Most lines of a table of groups: those with the most misses."""
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -58,7 +58,7 @@ def explain_command(options: ExplainOptions) -> None:
 
 def _print(explanation: "Explanation", console: Console) -> None:
     """Print what a person acts on: a headline, the causes with the next steps, and where misses are."""
-    from ..eval.results.explain import advice
+    from ..eval.results.explain import GROUPS, advice
 
     # 1. The headline.
     steps, misses = len(explanation.steps), explanation.num_misses
@@ -84,7 +84,7 @@ def _print(explanation: "Explanation", console: Console) -> None:
         console.print(f"{number}. {escape(step)}", soft_wrap=True)
     # 3. Where they are.
     console.print(_table(explanation.positions()))
-    for column in ("token", "place", "context", "suite", "category"):
+    for column in GROUPS:
         groups = explanation.groups(column)
         if len(groups) > 1:
             console.print(_table(groups.head(NUM_GROUPS)))

@@ -43,7 +43,10 @@ LENGTH_MARGIN = 16
 
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Keys of configurations that count the layers of MTP heads."""
-RECURRENT_KEYS = ("conv_L_cache", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_attn_config", "mamba_", "ssm_")
+RECURRENT_KEYS = (
+    *("conv_L_cache", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_attn_config", "mamba_", "ssm_"),
+    "state_size",
+)
 """Beginnings of keys that only models with recurrent layers have."""
 
 
@@ -143,8 +146,13 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
         template_options=sorted(template_options(text)),
         has_accelerator=_has_accelerator(),
         has_mtp_head=any(config.get(name) for name in MTP_COUNTS),
-        is_recurrent=any(name.startswith(RECURRENT_KEYS) and value for name, value in config.items()),
+        is_recurrent=is_recurrent(config),
     )
+
+
+def is_recurrent(config: Mapping[str, Any]) -> bool:
+    """Return whether a model's configuration says that it has recurrent layers."""
+    return any(name.startswith(RECURRENT_KEYS) and bool(value) for name, value in config.items())
 
 
 def _layer_parameters(config: dict[str, Any]) -> int:

@@ -117,8 +117,9 @@ class EvalConfig:
     repeats: SmallCount = 3
     """Number of times that every prompt is measured with every method; the median time counts."""
     profile_prompts: NonNegativeInt = 3
-    """Prompts per suite that are decoded once more with phase timers on, for the time split and the
-    ceiling; rounded up to whole batches; 0 is off."""
+    """Prompts per suite that are decoded twice more: with phase timers on, for the time split and the
+    ceiling, and with a record of every draft, for `outrider explain`; rounded up to whole batches; 0
+    is off."""
     seed: Seed = 0
     """Seed of the prompts that a limit samples, of sampled answers, and of the bootstrap."""
 

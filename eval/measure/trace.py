@@ -20,9 +20,12 @@ from ...models.decoding.tree import DraftTree
 from ...models.decoding.types import Acceptance, TargetOutput
 from ...models.drafters.base import TrainableDrafter
 from ...models.drafters.beams import SearchTree
+from ...models.drafters.graphed import GraphedDrafter
 from ...models.drafters.merged import MergedDrafter
 from ..records.records import ENDED, FULL, IN_REACH, MISSED, NO_DRAFT, OUTSIDE, Drafts
 
+Part = TrainableDrafter | GraphedDrafter
+"""A trained drafter, alone or in a merge, which may be recorded there."""
 PROBABILITY_DIGITS = 3
 CONTEXT = 4
 """Tokens before a token with which it is decoded."""
@@ -50,9 +53,14 @@ def trace_drafts(
     seeds: Sequence[int],
     **options: Any,
 ) -> list[Drafts]:
-    """Decode a batch, and return each row's steps."""
-    sources = drafter.sources.values() if isinstance(drafter, MergedDrafter) else [drafter]
-    parts = [source for source in sources if isinstance(source, TrainableDrafter)]
+    """Decode a batch, and return each row's steps.
+
+    A recorded drafter drafts without its recording, which has no search to look into. A model that grows one tree in a
+    merge has no search either: what its tree lacks counts as missed.
+    """
+    drafter = drafter.drafter if isinstance(drafter, GraphedDrafter) else drafter
+    sources = drafter.merge.parts if isinstance(drafter, MergedDrafter) else [drafter]
+    parts = [source for source in sources if isinstance(source, TrainableDrafter | GraphedDrafter)]
     watched = Watched(rule)
     answers, accepted = [list[int]() for _ in prompts], [list[int]() for _ in prompts]
     ends, probabilities = ["" for _ in prompts], [list[float]() for _ in prompts]
@@ -98,7 +106,7 @@ def texts_of(token_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[s
 
 def why(
     searches: dict[int, SearchTree],
-    parts: Sequence[TrainableDrafter],
+    parts: Sequence[Part],
     row: int,
     tree: DraftTree,
     drafts: Sequence[int],
@@ -113,7 +121,8 @@ def why(
     if FULL in found:
         return FULL
     wanted = torch.tensor([token], device=tree.tokens.device)
-    vocabularies: list[Any] = [part.vocabulary for part in parts if hasattr(part, "vocabulary")]
+    plain: list[Any] = [part.drafter if isinstance(part, GraphedDrafter) else part for part in parts]
+    vocabularies = [part.vocabulary for part in plain if hasattr(part, "vocabulary")]
     is_inside = [bool(vocabulary.outputs(wanted)[1]) for vocabulary in vocabularies]
     return OUTSIDE if is_inside and not any(is_inside) else MISSED
 
@@ -133,7 +142,7 @@ def search_ends(search: SearchTree, row: int, drafts: Sequence[int], token: int)
 
 
 @contextmanager
-def _searches_of(parts: Sequence[TrainableDrafter]) -> Iterator[dict[int, SearchTree]]:
+def _searches_of(parts: Sequence[Part]) -> Iterator[dict[int, SearchTree]]:
     """Collect the last search of each drafter inside the block."""
     searches: dict[int, SearchTree] = {}
 

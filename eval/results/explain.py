@@ -21,14 +21,13 @@ import pandas as pd
 from ..records.records import ENDED, FULL, IN_REACH, NO_DRAFT, OUTSIDE, EvalRecord
 
 UNCERTAIN, FREE, RANKED, NOT_IN_VOCABULARY, NOT_LEARNED = "uncertain", "free", "ranked too low", "outside", "not learned"
-CAUSES = (NOT_LEARNED, RANKED, FREE, NOT_IN_VOCABULARY, UNCERTAIN)
 SURE = 0.5
 """Least probability of a token of which the target is not called uncertain."""
 LOOKUP = (4, 3, 2)
 """Tokens before a token that must have stood earlier in the text, the longest match first."""
 CONTEXTS = (256, 1024, 4096)
 """Bounds of the classes of context length, in tokens."""
-GROUPS = ("suite", "category", "token", "place", "context")
+GROUPS = ("token", "copied", "place", "context", "suite", "category")
 """Columns by which misses are told apart."""
 LEAST_STEPS = 20
 """Steps that a group has at least, for its rate to be compared with the others'."""
@@ -50,15 +49,16 @@ def steps_of(record: EvalRecord) -> Iterator[dict[str, Any]]:
         chosen = min(position + accepted, len(record.token_ids) - 1)
         match = copied[start + chosen]
         yield {
-            "method": record.method,
             "label": record.label,
+            "temperature": record.temperature,
+            "batch_size": record.batch_size,
             "suite": record.suite,
             "category": record.category,
             "answer": record.prompt_id,
             "emitted": min(accepted + 1, len(record.token_ids) - position),
             "accepted": accepted,
             "token": kind_of(drafts.texts[chosen]),
-            "copied": match is not None and match < start,
+            "copied": "from the prompt" if match is not None and match < start else "no",
             "place": places[chosen],
             "context": next((f"up to {bound}" for bound in CONTEXTS if start + chosen <= bound), f"over {CONTEXTS[-1]}"),
             "end": end,
@@ -137,7 +137,7 @@ class Explanation:
     causes: list[Cause]
     """Those that occur, the one that costs most first."""
     estimate: float | None = None
-    """Tokens per step that the drafter's training estimated on its validation texts; None if unknown."""
+    """Tokens per step that the drafter's training estimated at its end, on its own texts; None if unknown."""
 
     @property
     def falls_short(self) -> bool:
@@ -182,7 +182,7 @@ class Explanation:
 
 
 def explain(records: Iterable[EvalRecord], estimates: Mapping[str, float]) -> list[Explanation]:
-    """Explain the misses of each method; `estimates` are tokens per step in its training, by label.
+    """Explain the misses of each method, temperature and batch size; `estimates` are tokens per step in its training, by label.
 
     Raises ValueError if no answer's drafts were recorded.
     """
@@ -192,8 +192,11 @@ def explain(records: Iterable[EvalRecord], estimates: Mapping[str, float]) -> li
             "no answer's drafts were recorded: they are those of eval.profile_prompts, which is 0 here, or the evaluation is "
             "of an earlier version; evaluate again, for example with --eval.profile_prompts 16"
         )
-    by_label = pd.DataFrame(rows).groupby("label", sort=False)
-    return [_explained(str(label), steps, estimates.get(str(label))) for label, steps in by_label]
+    explanations = []
+    for (label, temperature, size), steps in pd.DataFrame(rows).groupby(["label", "temperature", "batch_size"], sort=False):
+        place = f", temperature {temperature:g}" * (temperature > 0) + f", batches of {size}" * (size > 1)
+        explanations.append(_explained(f"{label}{place}", steps, estimates.get(label)))
+    return explanations
 
 
 def _explained(label: str, steps: pd.DataFrame, estimate: float | None) -> Explanation:
@@ -212,7 +215,10 @@ def _explained(label: str, steps: pd.DataFrame, estimate: float | None) -> Expla
 
 
 def where_of(steps: pd.DataFrame, cause: str) -> str | None:
-    """Return the group that has the most misses of a cause beyond the others' rate, if they are a quarter of all."""
+    """Return the group with the most misses of a cause beyond the others' rate.
+
+    None if these are less than a quarter of all misses of this cause.
+    """
     is_cause = steps["cause"] == cause
     best, most = None, is_cause.sum() / 4
     for column in GROUPS:

@@ -73,7 +73,10 @@ class FeatureDrafter(CachedDrafter):
     def __init__(
         self, target: HFTarget, layer: nn.Module, form: dict[str, Any] | None = None, *, kind: str | None = None
     ) -> None:
-        """Read pairs with a layer of a form, or of the target's if that is None: of a `kind`, or like its first."""
+        """Read pairs with `layer`, which has this form; if the form is None, it is like the target's layers.
+
+        `kind` is the kind of layer whose rotary embeddings it uses; None is the target's first layer's.
+        """
         super().__init__()
         self.vocab_size = target.vocab_size
         self.layer = layer

@@ -1,7 +1,7 @@
 """MTP heads in checkpoints: where their tensors are, under which names, and how they are read and written.
 
-Transformers drops these tensors when it loads a model. So they are read from the files by name. Sources of the
-names: vLLM 0.24 (vllm/model_executor/models/{qwen3_next,deepseek,mimo}_mtp.py).
+Transformers drops these tensors when it loads a model. So they are read from the files by name. Source of the
+names: the models of vLLM (vllm/model_executor/models/{qwen3_next,deepseek,mimo}_mtp.py).
 """
 
 import re
@@ -26,10 +26,10 @@ class Layout:
 
     families: str
     prefix: str
-    """What the names of its tensors begin with, behind that of the model which they are in; {layers} is the target's
-    number of layers."""
+    """Beginning of the names of its tensors, after the model's own prefix such as `model.`; {layers} is the number of the
+    target's layers."""
     names: Mapping[str, str]
-    """Beginnings of their names behind the prefix, by those of ours."""
+    """Beginnings of their names after the prefix, by the beginnings of our names."""
     hidden_first: bool = False
     """Whether `fc` reads the hidden state before the embedding."""
 
@@ -74,6 +74,7 @@ SCALES = ("_scale_inv", "_scale")
 SMALLEST_SCALE = 1e-12
 """Of a part that is all zeros."""
 Blocks = tuple[int, int] | None
+"""Rows and columns of the part of a matrix that shares a scale; None if the configuration names none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +265,7 @@ def read_tensor(stored: StoredTensor) -> torch.Tensor:
 
 
 def configured_blocks(target: HFTarget) -> Blocks:
-    """Return the rows and columns of a block with one scale, by the target's configuration; None if it names none."""
+    """Return the blocks that the target's `quantization_config` names."""
     config = getattr(target.model.config, "quantization_config", None)
     values = config if isinstance(config, dict) else getattr(config, "__dict__", {})
     size = values.get("weight_block_size")
@@ -272,14 +273,17 @@ def configured_blocks(target: HFTarget) -> Blocks:
 
 
 def dequantised(values: torch.Tensor, scale: torch.Tensor, blocks: Blocks = None) -> torch.Tensor:
-    """Return a matrix of 8-bit floats times its scales: one, one for each row, or one for each block."""
+    """Return a matrix [row, column] of 8-bit floats times its scales: one, one for each row, or one for each block."""
     return values.float() * _spread(scale.float(), values.shape, blocks)
 
 
 def quantised(
     values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, blocks: Blocks = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a matrix as 8-bit floats with new scales, for the same parts as the earlier scales."""
+    """Return a matrix [row, column] as 8-bit floats of `dtype`, and its new scales, for the same parts as the earlier `scale`.
+
+    It is the inverse of `dequantised`, but for rounding.
+    """
     largest = torch.finfo(dtype).max
     wide = values.float()
     if scale.numel() == 1:

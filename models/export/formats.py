@@ -212,8 +212,9 @@ def read_folder(
     if isinstance(reading, TrainableDrafter):
         if note is not None:
             _check_note(note, format, folder.path, target)
-        spec = DrafterSpec.of(format.kind, asdict(reading.config) if note is None else note.drafter)
-        reading.config = spec.with_options(options or {}).config
+        # Without a note, the folder leaves all options open that its tensors don't determine.
+        given, chosen = (asdict(reading.config) | dict(options or {}), {}) if note is None else (note.drafter, options or {})
+        reading.config = DrafterSpec.of(format.kind, given).with_options(chosen).config
         return reading
     runtime_options, drafter_options = dict(options or {}), {**reading.options}
     if note is None:

@@ -76,6 +76,21 @@ def test_a_written_recipe_composes_from_any_folder_and_fits_the_target(drafter, 
     assert config_of(tmp_path / "my.yaml", *command.split()[4:]).data.limit == 20
 
 
+@pytest.mark.parametrize("is_recurrent", [False, True])
+def test_targets_with_recurrent_layers_are_labelled_along_the_text(is_recurrent, tmp_path):
+    for drafter in kinds():
+        config = written(drafter, LARGE | {"is_recurrent": is_recurrent}, tmp_path)
+        assert config.distill.branches is not is_recurrent
+
+
+@pytest.mark.parametrize(
+    ("has_head", "init", "rate", "formats"), [(True, "target", 1e-4, ["mtp"]), (False, "random", 1e-3, [])]
+)
+def test_an_mtp_head_starts_from_the_checkpoints_own_if_it_has_one(has_head, init, rate, formats, tmp_path):
+    config = written("mtp", LARGE | {"has_mtp_head": has_head}, tmp_path)
+    assert (config.drafter["init"], config.train.learning_rate, config.export.formats) == (init, rate, formats)
+
+
 def test_every_kind_can_be_written() -> None:
     assert {kind.removesuffix("_dspark") for kind in kinds()} == set(DRAFTERS)
 

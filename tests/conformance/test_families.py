@@ -1,5 +1,6 @@
 """Families of transformers: draft trees, labels and hidden states, against full passes; or one clear error."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -8,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from outrider.cli.init_facts import is_recurrent
 from outrider.data.types import DrafterBatch
 from outrider.distill.label.continuations import label_continuations, require_branch_attention
 from outrider.models.drafters import NullDrafter
@@ -16,6 +18,7 @@ from outrider.models.drafters.saved.build import build_drafter, parse_drafter
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
+from outrider.models.llm.recurrent_states import find_mixers
 from outrider.train.batches import states_of_texts
 
 from ..tiny_models import IDENTITY
@@ -132,3 +135,11 @@ def test_a_folder_is_loaded_with_the_attention_that_its_family_has(name, attenti
     target = load_target(TargetConfig(name_or_path=str(tmp_path), dtype="float32"), torch.device("cpu"), needs_tokenizer=False)
     assert target.model.config.get_text_config()._attn_implementation == attention
     assert type(target.model) is type(model_of(name))
+
+
+@pytest.mark.parametrize("name", [*BRANCHES, *ALONG_THE_TEXT])
+def test_a_configuration_says_whether_a_family_has_recurrent_layers(name, tmp_path):
+    model = model_of(name)
+    model.config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert is_recurrent(config | config.get("text_config", {})) == bool(find_mixers(model))

@@ -9,8 +9,10 @@ from outrider.eval.measure.trace import search_ends, trace_drafts
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter
 from outrider.models.drafters.beams import SearchTree
+from outrider.models.drafters.graphed import graphed
 
 from ...commands import invoke
+from ...models.recorder import ReplayingRecorder
 
 PROMPTS = [torch.tensor([1, 70, 71, 72, 2]), torch.tensor([9, 8, 7])]
 SEARCH = SearchTree(
@@ -68,6 +70,20 @@ def test_a_merge_knows_which_of_its_parts_had_a_token(tiny_target, tiny_drafter_
     free = load_drafter("suffix", tiny_target)
     (trace, _) = trace_drafts(tiny_target, free, GreedyAcceptance(), tiny_target.tokenizer, PROMPTS, **options)
     assert set(trace.ends) <= set(".-m")
+
+
+@pytest.mark.parametrize("name", ["alone", "merged"])
+def test_a_recorded_drafter_is_traced_like_the_drafter_itself(name, tiny_target, tiny_drafter_dir):
+    drafter: Any = load_drafter(tiny_drafter_dir, tiny_target, tree_nodes=4)
+    if name == "merged":
+        drafter = load_drafter(f"{tiny_drafter_dir}+suffix", tiny_target, pace="fixed", tree_nodes=6)
+    options = {"seeds": [0, 1], "max_new_tokens": 12, "stop_ids": ()}
+    expected, traced = (
+        trace_drafts(tiny_target, one, GreedyAcceptance(), tiny_target.tokenizer, PROMPTS, **options)
+        for one in (drafter, graphed(drafter, ReplayingRecorder()))
+    )
+    assert traced == expected
+    assert {"m", "r"} & set("".join(trace.ends for trace in traced)), "no search was seen"
 
 
 def test_the_command_explains_a_finished_evaluation(tiny_target_dir, tiny_drafter_dir, questions, tmp_path):

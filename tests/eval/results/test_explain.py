@@ -98,6 +98,25 @@ def test_methods_are_explained_alone_and_records_without_drafts_are_an_error(mak
         explain([make_record()], {})
 
 
+def test_temperatures_and_batch_sizes_are_explained_apart(make_record):
+    greedy, sampled = traced(make_record, "mm"), traced(make_record, "rr", temperature=0.7, batch_size=2)
+    explanations = explain([greedy, sampled], {"EAGLE": 9.0})
+    assert [(one.label, one.causes[0].name) for one in explanations] == [
+        ("EAGLE", NOT_LEARNED),
+        ("EAGLE, temperature 0.7, batches of 2", RANKED),
+    ]
+    assert all(one.estimate == 9.0 for one in explanations)
+
+
+def test_tokens_copied_from_the_prompt_are_told_apart(make_record):
+    drafts = Drafts(prompt_ids=[7, 8, 9], accepted=[0, 0], ends="mm", probabilities=[0.9, 0.9], texts=["a", "b", "c"])
+    record = traced(make_record, "mm", accepted=0, token_ids=[7, 8, 9], drafts=drafts)
+    assert explain([record], {})[0].steps[["copied", "cause"]].values.tolist() == [
+        ["no", NOT_LEARNED],
+        ["from the prompt", FREE],
+    ]
+
+
 def test_a_token_stood_earlier_after_the_same_tokens():
     assert earlier_matches([1, 2, 3, 9, 1, 2, 3]) == [None, None, None, None, None, None, 2]
     assert earlier_matches([1, 2, 3, 1, 2, 4]) == [None] * 6

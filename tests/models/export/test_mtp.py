@@ -75,7 +75,9 @@ def test_a_trained_head_replaces_the_earlier_one_and_nothing_else(family, shards
     (output / "outrider.json").unlink()
     assert format_of(output).name == "mtp"
     own = build_drafter(parse_drafter({"kind": "mtp"}), load(output))
-    for other in (again, import_drafter(output, target, options={"depth": 5}), own):
+    before_norm = import_drafter(output, target, options={"depth": 5, "norm_output": False})
+    assert (before_norm.config.depth, before_norm.config.norm_output) == (5, False)
+    for other in (again, before_norm, own):
         assert all(torch.equal(tensor, drafter.state_dict()[name]) for name, tensor in other.state_dict().items())
     # 3. A later head replaces this one.
     later = trained(tmp_path / "later", target, seed=4)
