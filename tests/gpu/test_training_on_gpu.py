@@ -48,6 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 3},
     "eagle": {"feature_noise": 0.0},
     "eagle3": {"feature_layers": [0, 1]},
+    "mtp": {"init": "random"},
     "block": {"feature_layers": [0, 1], "block": 3},
     "draft_model": {"init": "target_layers", "num_layers": 1},
 }

@@ -24,6 +24,7 @@ KINDS = {
     "medusa": "medusa",
     "eagle": "eagle",
     "eagle3": "eagle3",
+    "mtp": "mtp",
     "draft model": "draft model",
     "block": "block",
     "few labels": "redrafter",  # in many steps one process has none
@@ -33,6 +34,7 @@ KINDS = {
 }
 DRAFTERS = {
     **DRAFTERS,
+    "mtp": {"kind": "mtp", "init": "random"},
     "draft model": {"kind": "draft_model", "num_layers": 1, "init": "target_layers"},
     "block": {"kind": "block", "feature_layers": [0, 1], "block": 3},
 }

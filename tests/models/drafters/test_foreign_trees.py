@@ -23,6 +23,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "eagle": {"depth": 3, "top_k": 3, "tree_nodes": 8, "init": "random"},
     "eagle3": {"depth": 3, "top_k": 3, "tree_nodes": 8, "init": "random"},
     "medusa": {"tree_nodes": 8},
+    "mtp": {"depth": 3, "top_k": 3, "tree_nodes": 8, "init": "random"},
     "redrafter": {"beam_width": 3, "beam_length": 3, "tree_nodes": 8},
 }
 
