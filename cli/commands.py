@@ -21,6 +21,7 @@ COMMANDS = {
     "recipes": Command(START, "List the recipes that ship with outrider.", "reference:recipes_command"),
     "options": Command(START, "List the options of recipes.", "reference:options_command"),
     "run": Command(TRAIN, "Run a recipe (outrider run demo train.steps=20) or your own file.", "compose:run_command"),
+    "forecast": Command(TRAIN, "Forecast speed and cost of a recipe before it is run.", "compose:forecast_command"),
     "data verify": Command(TRAIN, "Read a folder of distilled data, and print each problem.", "data:verify_command"),
     "chat": Command(EVALUATE, "Talk with a target and a drafter in the terminal.", "chat:chat_command"),
     "eval": Command(EVALUATE, "Measure the speedup of drafters against plain decoding.", "eval:eval_command"),

@@ -17,8 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from .build import build, field_problems, merged, problem_report
 from .command_line import CommandLine, read_command_line
-from .config import RunConfig, RunOptions
-from .describe import GROUPS, choices, run_sections, sections_of
+from .config import RECIPE_COMMANDS, ForecastOptions, RunConfig, RunOptions
+from .describe import GROUPS, choices, recipe_sections, sections_of
 from .errors import user_errors
 from .help import command_help
 from .launch import launch, require_stages
@@ -40,14 +40,7 @@ def run_command(arguments: Sequence[str]) -> None:
     """Compose a recipe, and run it, in processes of accelerate if `--launch` is given."""
     # 1. Compose the recipe, and print it if that is asked for.
     line = read_run_line(arguments)
-    if not line.values["conf"]:
-        if line.problems:  # a mistyped option may have taken the recipe's name
-            raise ValueError(problem_report(line.problems))
-        raise ValueError(
-            f"no recipe is given; name one (outrider run demo) or a YAML file. There are: {', '.join(choices('conf'))}. "
-            "`outrider init my.yaml --target DIR_OR_ID --data FILE` writes one for your own model and data"
-        )
-    composed = compose(line)
+    composed = compose_named(line)
     if line.values.get("show"):
         print(OmegaConf.to_yaml(OmegaConf.create(composed.values)), end="")
         composed.require_options()
@@ -64,16 +57,35 @@ def run_command(arguments: Sequence[str]) -> None:
     run(config, plan=plan)
 
 
-def read_run_line(arguments: Sequence[str]) -> CommandLine:
-    """Sort the arguments of `outrider run`. Words are recipes: `demo` is conf=demo.
+def forecast_command(arguments: Sequence[str]) -> None:
+    """Compose a recipe, and forecast what its drafters will be worth."""
+    line = read_run_line(arguments, ForecastOptions)
+    config = compose_named(line).config()
+    from .forecast import forecast  # imports torch, transformers and the stages
+
+    forecast(config, line.values.get("minutes", ForecastOptions.minutes))
+
+
+def compose_named(line: CommandLine) -> "Composed":
+    """Compose the recipe of a command line. Raises ValueError if none is named."""
+    if not line.values["conf"]:
+        if line.problems:  # a mistyped option may have taken the recipe's name
+            raise ValueError(problem_report(line.problems))
+        raise ValueError(
+            f"no recipe is given; name one (outrider run demo) or a YAML file. There are: {', '.join(choices('conf'))}. "
+            "`outrider init my.yaml --target DIR_OR_ID --data FILE` writes one for your own model and data"
+        )
+    return compose(line)
+
+
+def read_run_line(arguments: Sequence[str], command: type = RunOptions) -> CommandLine:
+    """Sort the arguments of `outrider run`, or of another command on recipes. Words are recipes: `demo` is conf=demo.
 
     Raises ValueError for wrong values of the command's own options.
     """
-    line = read_command_line(arguments, run_sections(), launches=True, groups=GROUPS[:-1])
-    own = {
-        option.name: line.values[option.name] for option in sections_of(RunOptions)[""].options if option.name in line.values
-    }
-    if problems := field_problems(RunOptions, own):
+    line = read_command_line(arguments, recipe_sections(command), launches=command is RunOptions, groups=GROUPS[:-1])
+    own = {option.name: line.values[option.name] for option in sections_of(command)[""].options if option.name in line.values}
+    if problems := field_problems(command, own):
         raise ValueError(problem_report([*line.problems, *problems]))
     words = [word for text in line.words for word in text.strip("[]").split(",")]
     line.values["conf"] = [*line.values.get("conf", []), *words]
@@ -116,7 +128,7 @@ class Composed:
 def compose(line: CommandLine) -> Composed:
     """Compose a recipe from its layers: packaged recipes and choices, then files, then the command line."""
     # 1. Sort the layers.
-    own = [option.name for option in sections_of(RunOptions)[""].options]
+    own = {option.name for command in RECIPE_COMMANDS.values() for option in sections_of(command)[""].options}
     layers = Layers(problems=list(line.problems))
     for recipe in line.values["conf"]:
         layers.add_recipe(recipe)

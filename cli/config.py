@@ -278,6 +278,27 @@ class RunOptions:
     POSITIONAL: ClassVar = ("conf",)
 
 
+@dataclass(kw_only=True, config=OPTIONS)
+class ForecastOptions:
+    """Forecast what training a recipe's drafters is worth: tokens per step, speedup, hours.
+
+    The target labels a small part of the data, each drafter learns from three sizes of it, and its curve is
+    continued to the whole recipe. Steps are timed at several batch sizes. Nothing of the recipe's own folder
+    changes; what was measured stays in its subfolder forecast, so the same command resumes.
+    """
+
+    conf: list[str] = field(default_factory=list)
+    """The recipe, by name or file, as for `outrider run`."""
+    minutes: Annotated[float, Field(ge=1, lt=MAX_COUNT)] = 10.0
+    """About how long to measure. More minutes make the intervals narrower."""
+
+    POSITIONAL: ClassVar = ("conf",)
+
+
+RECIPE_COMMANDS = {"run": RunOptions, "forecast": ForecastOptions}
+"""The commands whose options are those of a recipe, and a few of their own."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterRun:
     """One drafter of a run: its training options, settings and folders."""

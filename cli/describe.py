@@ -133,9 +133,9 @@ def sections_of(root: type) -> dict[str, Section]:
     return described
 
 
-def run_sections() -> dict[str, Section]:
-    """Describe all options of `outrider run`: a recipe's, and the command's own."""
-    own, recipe = sections_of(RunOptions)[""], sections()[""]
+def recipe_sections(command: type = RunOptions) -> dict[str, Section]:
+    """Describe all options of a command on recipes: a recipe's, and the command's own."""
+    own, recipe = sections_of(command)[""], sections()[""]
     return {**sections(), "": Section(name="", meaning=own.meaning, options=(*own.options, *recipe.options))}
 
 

@@ -8,8 +8,8 @@ from textwrap import fill
 from typing import Any
 
 from .commands import function_of
-from .config import RunOptions
-from .describe import Option, Section, run_sections, sections_of
+from .config import RECIPE_COMMANDS
+from .describe import Option, Section, recipe_sections, sections_of
 
 WIDTH = 80
 
@@ -37,8 +37,8 @@ RULE = (
 
 def described(name: str) -> tuple[str, type[Any], dict[str, Section]]:
     """Return what a command does, the class of its options, and their sections."""
-    if name == "run":
-        return inspect.getdoc(RunOptions) or "", RunOptions, run_sections()
+    if recipe_command := RECIPE_COMMANDS.get(name):
+        return inspect.getdoc(recipe_command) or "", recipe_command, recipe_sections(recipe_command)
     command = function_of(name)
     cls = typing.get_type_hints(command)["options"]
     own = {f"{name}.{key}": value for name, values in getattr(cls, "DEFAULTS", {}).items() for key, value in values.items()}
@@ -56,7 +56,7 @@ def usage(name: str, cls: type[Any], sections: dict[str, Section]) -> str:
     for word in positional:
         text = word.upper() + (" ..." if own[word].is_list else "")
         words.append(text if own[word].required else f"[{text}]")
-    for section in sections.values() if name != "run" else ():
+    for section in sections.values() if name not in RECIPE_COMMANDS else ():
         required = [option for option in section.options if option.required and "[]" not in option.name]
         words += [f"{flag(option)} {flag(option)[2:].upper()}" for option in required if option.name not in positional]
     return " ".join(["outrider", name, *words, "[OPTIONS]"])

@@ -45,12 +45,13 @@ def run_command(arguments: Sequence[str]) -> None:
         return
 
     # 3. Read its options, and run it.
+    from .build import build_options
+    from .config import RECIPE_COMMANDS
+
     command = function_of(name)
-    if name == "run":  # a recipe adds to its options
+    if name in RECIPE_COMMANDS:  # a recipe adds to its options
         command(rest)
         return
-    from .build import build_options
-
     hints = get_type_hints(command)
     options, line = build_options(hints["options"], rest)
     command(options, **({"line": line} if "line" in hints else {}))

@@ -6,6 +6,7 @@ is counted; sizes of memory and disk follow from shapes.
 
 import math
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -60,6 +61,9 @@ class PlannedTexts:
     """The texts of a run: some of them with labels, and the means of all."""
 
     labelled: Sequence[DistilledExample]
+    num_texts: int
+    num_missing: int
+    """Texts without labels."""
     tokens_per_text: float
     positions_per_text: float
 
@@ -70,7 +74,9 @@ class Planner:
     def __init__(self, config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator, scratch: Path) -> None:
         self.config, self.target, self.folder, self.accelerator, self.scratch = config, target, folder, accelerator, scratch
         self.num_workers = Worker.of(accelerator, tensor_parallel=target.tensor_parallel).num_workers
-        self.seconds, self.num_bytes = 0.0, 0
+        self.seconds, self.num_bytes = defaultdict[str, float](float), 0
+        """Seconds of each stage, and bytes of all."""
+        self.texts: PlannedTexts | None = None
         self.console = Console(highlight=False, quiet=not accelerator.is_main_process)
 
     def print(self, overlap: PromptOverlap | None, suites: Sequence[PromptSet] | None) -> None:
@@ -85,7 +91,7 @@ class Planner:
         if "distill" in stages and is_labelled:
             self._say(f"distill: finished in {self.folder}")
         if trainings or ("distill" in stages and not is_labelled):
-            texts = self._labels(overlap, only_sample="distill" not in stages or is_labelled)
+            self.texts = texts = self._labels(overlap, only_sample="distill" not in stages or is_labelled)
             for run, steps_done in trainings:
                 self._training(run, steps_done, texts)
         if "train" in stages and not trainings:
@@ -126,7 +132,11 @@ class Planner:
         seconds_per_read = work.seconds / (work.num_text_tokens + work.num_branch_tokens)
         num_read = num_tokens + num_positions * per_position
         sample = PlannedTexts(
-            labelled=labelled, tokens_per_text=num_tokens / len(texts), positions_per_text=num_positions / len(texts)
+            labelled=labelled,
+            num_texts=len(texts),
+            num_missing=len(missing),
+            tokens_per_text=num_tokens / len(texts),
+            positions_per_text=num_positions / len(texts),
         )
         if only_sample:
             return sample
@@ -203,7 +213,7 @@ class Planner:
     def _training(self, run: DrafterRun, steps_done: int, texts: PlannedTexts) -> None:
         # 1. The steps that are left.
         target, options = self.target, with_accumulation(run.train, self.accelerator.num_processes)
-        name = f"train {run.drafter_dir.parent.name}" if self.config.variants else "train"
+        name = self.name_of(run)
         self._say(f"{name}: a fresh {run.drafter.kind} learns from these labels ...")
         means = {"tokens_per_text": texts.tokens_per_text, "positions_per_text": texts.positions_per_text}
         seconds_per_step, num_parameters = sample_training(
@@ -239,6 +249,10 @@ class Planner:
                 f"memory: {', '.join(memory)}; activations come on top",
             ],
         )
+
+    def name_of(self, run: DrafterRun) -> str:
+        """Return the name of a training."""
+        return f"train {run.drafter_dir.parent.name}" if self.config.variants else "train"
 
     def _evaluation(self, suites: Sequence[PromptSet]) -> None:
         """Plan the evaluation from the times and the lengths of some plain answers."""
@@ -288,7 +302,8 @@ class Planner:
 
     def _add(self, name: str, *, seconds: float, num_bytes: int = 0, lines: Sequence[str]) -> None:
         """Add a stage to the whole, and print it."""
-        self.seconds, self.num_bytes = self.seconds + seconds, self.num_bytes + num_bytes
+        self.seconds[name] += seconds
+        self.num_bytes += num_bytes
         disk = f", {format_size(num_bytes)} on disk" if num_bytes else ""
         self.console.print(f"[bold]{name}: {format_time(seconds)}{disk}[/]", soft_wrap=True)
         for line in lines:
@@ -303,9 +318,9 @@ class Planner:
             )
         free = free_bytes(self.folder)
         short = " [bold red]NOT ENOUGH[/]" if self.num_bytes > free else ""
-        sums = f"Whole run: {format_time(self.seconds)}, {format_size(self.num_bytes)} on disk"
+        sums = f"Whole run: {format_time(sum(self.seconds.values()))}, {format_size(self.num_bytes)} on disk"
         self.console.print(f"[bold]{sums}[/] ({format_size(free)} are free){short}", soft_wrap=True)
-        if self.seconds > LONG_SECONDS:
+        if sum(self.seconds.values()) > LONG_SECONDS:
             self._say(f"For a first try of some minutes, add: {FIRST_TRY} output_dir=outputs/try")
 
 

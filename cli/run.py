@@ -91,7 +91,7 @@ def run(config: RunConfig, *, plan: bool = False) -> None:
         with_accumulation(drafter.train, accelerator.num_processes)  # raises before any long work
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    _configure_logging(accelerator.is_main_process)
+    configure_logging(accelerator.is_main_process)
     silence_bars()
     require_inputs(config, plan=plan)
     folder = Path(config.output_dir)
@@ -115,7 +115,7 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any] | None, 
         require_openings(config.data, target)
     if {"distill", "train"} & {*config.stages} and isinstance(labels := training_labels(config), DistillConfig):
         require_features(labels, target)
-    context_length = _check(config, target, accelerator) if "train" in config.stages else target.context_length
+    context_length = check_training(config, target, accelerator) if "train" in config.stages else target.context_length
     if as_run is None:
         _plan(config, target, folder, accelerator, context_length)
         return
@@ -124,7 +124,7 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any] | None, 
 
     # 2. Distil and train, in all processes.
     if "distill" in config.stages:
-        _distill(config, target, folder, accelerator)
+        distil(config, target, folder, accelerator)
     if "train" in config.stages:
         for drafter in config.drafter_runs():
             train(
@@ -150,7 +150,7 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any] | None, 
         raise SystemExit(NOT_LOSSLESS)
 
 
-def _check(config: RunConfig, target: HFTarget, accelerator: Accelerator) -> int:
+def check_training(config: RunConfig, target: HFTarget, accelerator: Accelerator) -> int:
     """Check the training of the drafters, and rehearse it.
 
     Returns the number of tokens that target and drafters can read.
@@ -237,7 +237,8 @@ def training_labels(config: RunConfig) -> DistillConfig | Manifest:
     return label_store(shards).load() if is_distilled else config.distill
 
 
-def _distill(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
+def distil(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
+    """Write questions, answers and labels, as the recipe asks for."""
     overlap, examples = prompt_overlap(config), None
     data = write_conversations(config.distill, config.data, target, folder / "questions", accelerator)
     if config.distill.engine is not None:
@@ -351,7 +352,7 @@ class LogHandler(logging.StreamHandler[Any]):
             super().emit(record)
 
 
-def _configure_logging(is_main_process: bool) -> None:
+def configure_logging(is_main_process: bool) -> None:
     logging.basicConfig(
         level=logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",

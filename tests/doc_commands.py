@@ -16,7 +16,7 @@ from outrider.cli import build, compose, launch
 from outrider.cli import run as stages
 from outrider.cli.command_line import CommandLine
 from outrider.cli.commands import COMMANDS, function_of
-from outrider.cli.config import RunConfig
+from outrider.cli.config import ForecastOptions, RunConfig
 
 from .doc_blocks import REPOSITORY, commands
 
@@ -90,6 +90,11 @@ def check_outrider(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     rest = arguments[len(name.split()) :]
     if name == "run":
         run_config(rest, monkeypatch)
+        return
+    if name == "forecast":
+        line = compose.read_run_line(rest, ForecastOptions)
+        prepare_files(line.own)
+        compose.compose(line).require_options()
         return
     with monkeypatch.context() as patched:
         patched.setattr(build, "require_paths", lambda paths: list(paths))

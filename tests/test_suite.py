@@ -29,6 +29,7 @@ COMMANDS = {
     "chat": "tests/cli/test_chat.py::test_a_pipe_gets_exactly_the_texts_of_generate",
     "data verify": "tests/data/test_verify.py::test_an_undamaged_folder_passes",
     "eval": "tests/eval/test_cli.py::test_options_reach_the_stage_and_the_table_is_printed",
+    "forecast": "tests/cli/test_forecast.py::test_a_recipe_is_forecast_from_a_part_of_it",
     "explain": "tests/eval/measure/test_trace.py::test_the_command_explains_a_finished_evaluation",
     "export": "tests/cli/test_export.py::test_an_exported_drafter_is_imported_unchanged",
     "init": "tests/cli/test_init.py::test_a_written_recipe_composes_from_any_folder_and_fits_the_target",

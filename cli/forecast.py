@@ -1,0 +1,386 @@
+"""`outrider forecast`: what training a recipe's drafters is worth, before it is paid for.
+
+Nothing here measures, trains or labels by itself: it calls the stages on a small part of the recipe, and
+continues their curve.
+"""
+
+import logging
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from tqdm import tqdm
+
+from ..data.chat import use_chat_template
+from ..data.config import SELF, DataConfig
+from ..data.files import locked, write_json
+from ..data.shards import label_store, read_shard, write_shard
+from ..data.types import DistilledExample
+from ..distill.regenerate.self_written import require_openings
+from ..eval.forecast.measure import ForecastPrompt, Steps, decode, draw_prompts, plain_answers, step_seconds
+from ..eval.forecast.result import (
+    SURE,
+    Interval,
+    Measured,
+    MethodForecast,
+    MethodKey,
+    certainty_groups,
+    foresee,
+    is_noisy,
+    verdict,
+)
+from ..eval.measure.methods import Settings, acceptance_rule, method_specs, proposer
+from ..eval.records.names import PLAIN_DECODING
+from ..eval.run import load_suites
+from ..models.drafters import NullDrafter, load_drafter
+from ..models.drafters.saved.loading import trained_parts
+from ..models.drafters.saved.parts import DrafterParts
+from ..models.llm.hf_target import HFTarget
+from ..models.llm.loading import load_target
+from ..train.config import TrainConfig
+from ..train.processes import make_accelerator
+from ..train.run import train
+from .config import RunConfig
+from .errors import silence_bars
+from .plan import Planner, format_time
+from .run import check_training, configure_logging, distil, prompt_overlap, require_inputs
+
+log = logging.getLogger(__name__)
+
+FOLDER, FILE = "forecast", "forecast.json"
+SIZES = (0.25, 0.5, 1.0)
+"""Parts of the labelled sample from which the short trainings learn."""
+LABELLING = ("questions", "answers", "labels")
+"""Stages of the plan that make labels."""
+LABELS_SHARE, TRAINING_SHARE, STEPS_SHARE = 0.35, 0.35, 0.3
+"""Parts of the time after the plan for labels and short trainings; and part of the rest for the seconds of steps."""
+LEAST_LABELS, LEAST_STEPS = 2_000, 16
+"""Of the sample, and of the training on its smallest part."""
+SMALLER_STEPS = 4
+"""Times as many texts in a step of the recipe as in one of a short training, where its batches are so large."""
+MULTIPLES = (0.5, 1.0, 2.0)
+"""Of the recipe's data, for which the curve is continued."""
+BATCH_SIZES = (1, 4, 16)
+MOST_PROMPTS, MOST_TOKENS, DECODED_TOGETHER = 64, 128, 8
+"""Prompts that are decoded, tokens of their answers, and prompts of a batch."""
+MOST_SHARDS = 4
+WIDTH, MOST_GROUPS = 80, 8
+
+
+def forecast(config: RunConfig, minutes: float) -> None:
+    """Measure for about `minutes`, and print the forecast of a recipe. Raises ValueError if it couldn't be trusted."""
+    # 1. The plan of the recipe: its hours, memory and disk.
+    ends = time.monotonic() + 60 * minutes
+    accelerator = make_accelerator(config.mixed_precision)
+    if accelerator.num_processes > 1:
+        raise ValueError("outrider forecast measures in one process; start it without `accelerate launch`")
+    config = replace(config, stages=["distill", "train"])
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    configure_logging(is_main_process=True)
+    silence_bars()
+    require_inputs(config, plan=True)
+    suites = load_suites(config.eval)
+    target = load_target(config.target, accelerator.device)
+    use_chat_template(target.tokenizer, config.data.chat_template, config.data.template_options)
+    require_openings(config.data, target)
+    context_length = check_training(config, target, accelerator)
+    with TemporaryDirectory() as scratch:
+        planner = Planner(config, target, Path(config.output_dir), accelerator, Path(scratch))
+        planner.print(prompt_overlap(config), None)
+    folder = Path(config.output_dir) / FOLDER
+    with locked(folder):
+        # 2. Labels of a few texts, and drafters that learn from parts of them.
+        sample = plan_sample(config, planner, seconds=ends - time.monotonic(), minutes=minutes)
+        shards = label_sample(config, sample, target, folder / "labels", accelerator)
+        trained = [train_part(config, part, sample, shards, target, folder, accelerator) for part in SIZES]
+        # 3. What they and plain decoding do with the evaluation's prompts.
+        room = context_length - config.eval.max_new_tokens
+        prompts = draw_prompts(suites, target, room, MOST_PROMPTS, seed=config.seed)
+        measured = measure(config, trained, target, prompts, seconds=ends - time.monotonic())
+        # 4. Their curves, continued.
+        total_labels = sample.of_texts * sample.labels_per_text
+        forecasts = foresee(measured, total_labels, MULTIPLES, seed=config.seed)
+        print_forecast(config, measured, forecasts, total_labels, sum(planner.seconds.values()), Console())
+        write_json(folder / FILE, record_of(measured, forecasts, total_labels, planner))
+        for part in folder.iterdir():
+            if part.is_dir():
+                shutil.rmtree(part)
+
+
+# --- the sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The texts that the short trainings learn from, and those of the whole recipe."""
+
+    num_texts: int
+    of_texts: int
+    labels_per_text: float
+    is_labelled: bool
+    """Whether the recipe's own labels are there."""
+
+    @property
+    def share(self) -> float:
+        return self.num_texts / self.of_texts
+
+
+def plan_sample(config: RunConfig, planner: Planner, *, seconds: float, minutes: float) -> Sample:
+    """Choose how many texts are labelled and learned from in the time that the plan has left.
+
+    Raises ValueError if they were too few for a forecast.
+    """
+    texts, cost = planner.texts, planner.seconds
+    if texts is None:
+        raise ValueError(f"the drafters in {config.output_dir} are trained already; evaluate them: stages=[eval]")
+    # 1. The sample that fits the time.
+    label_seconds = sum(cost.get(stage, 0.0) for stage in LABELLING) / max(1, texts.num_missing)
+    train_seconds = sum(cost[name] for name in cost if name not in LABELLING) / texts.num_texts * sum(SIZES)
+    by_time = [seconds * TRAINING_SHARE / train_seconds]
+    by_time += [seconds * LABELS_SHARE / label_seconds] if label_seconds else []
+    num_texts = min(texts.num_texts, math.floor(min(by_time)))
+    # 2. Whether it is enough.
+    steps = min(short_training(run.train, 1.0).steps for run in config.drafter_runs()) * SIZES[0] / texts.num_texts
+    needed = math.ceil(max(LEAST_LABELS / texts.positions_per_text, LEAST_STEPS / steps))
+    if num_texts < needed:
+        if needed > texts.num_texts:
+            raise ValueError(
+                f"the recipe has {texts.num_texts} texts, too few (or train.steps) for a forecast from parts of them; run it"
+            )
+        longer = math.ceil(minutes * 1.2 * needed / max(1, num_texts))
+        raise ValueError(
+            f"minutes is {minutes:g}, in which {max(0, num_texts)} texts can be labelled and learned from; a forecast from "
+            f"fewer than {needed} can't be trusted. Set --minutes {longer}"
+        )
+    return Sample(
+        num_texts=num_texts,
+        of_texts=texts.num_texts,
+        labels_per_text=texts.positions_per_text,
+        is_labelled=not label_seconds,
+    )
+
+
+def data_of_sample(data: DataConfig, sample: Sample) -> DataConfig:
+    """Return the options of the sample's texts, which a seed draws from the recipe's."""
+    share = sample.share
+    if data.source == SELF:
+        assert data.count is not None  # DataSource has checked it
+        return replace(data, count=math.ceil(data.count * share))
+    sources = [
+        source if source.count is None else replace(source, count=math.ceil(source.count * sample.share))
+        for source in data.sources
+    ]
+    return replace(data, sources=sources, limit=sample.num_texts)
+
+
+def label_sample(config: RunConfig, sample: Sample, target: HFTarget, folder: Path, accelerator: Accelerator) -> Path:
+    """Label the sample, unless the recipe's own labels are there. Returns the folder of the labels."""
+    if sample.is_labelled:
+        return Path(config.output_dir) / "distill"
+    options = replace(config, data=data_of_sample(config.data, sample))
+    distil(options, target, folder, accelerator)
+    return folder / "distill"
+
+
+def train_part(
+    config: RunConfig, part: float, sample: Sample, labels: Path, target: HFTarget, folder: Path, accelerator: Accelerator
+) -> "Part":
+    """Train each drafter on a part of the sample, for as many epochs as the recipe. Returns their folders."""
+    # 1. Shards of the first texts.
+    manifest, num_texts = label_store(labels).load(), max(1, round(sample.num_texts * part))
+    shards, examples = folder / f"{num_texts}_texts", list[DistilledExample]()
+    for entry in manifest.shards:
+        if len(examples) < num_texts:
+            examples += read_shard(labels, entry)
+    examples = examples[:num_texts]
+    shards.mkdir(parents=True, exist_ok=True)
+    size = math.ceil(len(examples) / MOST_SHARDS)
+    starts = range(0, len(examples), size)
+    entries = [write_shard(shards, index, examples[start : start + size]) for index, start in enumerate(starts)]
+    label_store(shards).save(replace(manifest, shards=entries))
+    # 2. The trainings.
+    share, drafters = len(examples) / sample.of_texts, dict[Path | DrafterParts, Sequence[dict[str, Any]]]()
+    for run in config.drafter_runs():
+        options = short_training(run.train, share)
+        place = shards / run.drafter_dir.parent.name if config.variants else shards
+        train(options, run.drafter, target, shards, place / "train", place / "drafter", accelerator)
+        drafters[place / "drafter"] = run.settings
+    return Part(num_labels=sum(entry.num_labels for entry in entries), drafters=drafters)
+
+
+def short_training(config: TrainConfig, share: float) -> TrainConfig:
+    """Return the options of a training on a share of the recipe's texts, for as many epochs.
+
+    Few texts are learned in smaller steps, and so in more of them: a few large ones would only warm up, and tell
+    nothing of the recipe's many.
+    """
+    batch_size = max(1, config.batch_size // SMALLER_STEPS)
+    smaller = config.batch_size / batch_size
+    steps = max(1, round(config.steps * share * smaller))
+    return replace(
+        config,
+        steps=steps,
+        batch_size=batch_size,
+        max_positions=None if config.max_positions is None else max(1, round(config.max_positions / smaller)),
+        warmup_steps=min(round(config.warmup_steps * share * smaller), steps - 1),
+        validation_texts=0,
+        validate_every=None,
+        patience=None,
+        checkpoint_every=steps,
+        tracker="none",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of the sample, and the drafters that learned from it: their settings by folder."""
+
+    num_labels: int
+    drafters: Settings
+
+
+# --- measurements
+
+
+def measure(
+    config: RunConfig, parts: Sequence[Part], target: HFTarget, prompts: Sequence[ForecastPrompt], *, seconds: float
+) -> Measured:
+    """Decode the prompts with each drafter of each part, in the time that is left, and time some steps."""
+    # 1. The methods, by name: drafters without training, and each drafter of each part in each setting.
+    options, temperatures = replace(config.eval, merge=[]), config.eval.temperatures
+    specs = [method_specs(options, list(part.drafters), part.drafters) for part in parts]
+    labels = [spec.label for spec in specs[-1].values()]
+    is_trained = {spec.label: bool(spec.parts.folders) for spec in specs[-1].values()}
+    # 2. Plain decoding: how certain the target is, how long answers are, and how many prompts fit the time.
+    target.choose_linears()
+    tokens, started = min(config.eval.max_new_tokens, MOST_TOKENS), time.monotonic()
+    decoding: dict[str, Any] = {"max_new_tokens": tokens, "batch_size": DECODED_TOGETHER}
+    first = prompts[:DECODED_TOGETHER]
+    plain_answers(target, acceptance_rule("exact", 0.0, target), first, **decoding)
+    per_prompt = (time.monotonic() - started) / len(first)
+    runs = len(temperatures) * (1 + sum(len(parts) if trained else 1 for trained in is_trained.values()))
+    prompts = prompts[: max(len(first), int(seconds * (1 - STEPS_SHARE) / (runs * per_prompt)))]
+    rules = {temperature: acceptance_rule("exact", temperature, target) for temperature in temperatures}
+    certainty = {temperature: plain_answers(target, rule, prompts, **decoding) for temperature, rule in rules.items()}
+    # 3. Tokens per step.
+    steps: dict[MethodKey, list[list[Steps]]] = {(label, temperature): [] for label in labels for temperature in temperatures}
+    with tqdm(total=len(prompts) * (runs - len(temperatures)), desc="decoding with drafters", unit="answer") as progress:
+        for number, part in enumerate(specs):
+            for spec in part.values():
+                if not spec.parts.folders and number:
+                    continue
+                drafter = load_drafter(spec.parts, target, **(spec.setting or {}))
+                for temperature, rule in rules.items():
+                    counts = decode(target, drafter, rule, prompts, **decoding, done=progress.update)
+                    steps[spec.label, temperature].append(counts)
+    # 4. Seconds of a step.
+    drafters = {spec.label: load_drafter(spec.parts, target, **(spec.setting or {})) for spec in specs[-1].values()}
+    target.choose_linears(*(part for drafter in drafters.values() for part in trained_parts(drafter)))
+    proposers = {PLAIN_DECODING: NullDrafter(), **{label: proposer(drafter, target) for label, drafter in drafters.items()}}
+    timed = {
+        size: step_seconds(target, proposers, rules[temperatures[0]], prompts, batch_size=size, max_new_tokens=tokens)
+        for size in sorted({*BATCH_SIZES, *config.eval.batch_sizes})
+    }
+    return Measured(
+        prompts=prompts,
+        num_labels=[part.num_labels for part in parts],
+        steps=steps,
+        certainty=certainty,
+        seconds=timed,
+        max_new_tokens=config.eval.max_new_tokens,
+    )
+
+
+# --- the page
+
+
+def print_forecast(
+    config: RunConfig,
+    measured: Measured,
+    forecasts: Sequence[MethodForecast],
+    total_labels: float,
+    seconds: float,
+    console: Console,
+) -> None:
+    """Print what a person acts on: what can be won, what steps cost, the curves, the speedups, and a sentence."""
+    free = [one.label for one in forecasts if not one.is_trained and one.temperature == forecasts[0].temperature]
+    for temperature in config.eval.temperatures:
+        here = [one for one in forecasts if one.temperature == temperature]
+        at = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+        # 1. What the target leaves to be won.
+        table = table_of(f"How certain the target is ({at})", "category", "tokens", "entropy", f"p >= {SURE}", *free)
+        groups = certainty_groups(measured, temperature, free)
+        for group in [*groups[:-1][:MOST_GROUPS], groups[-1]]:
+            numbers = (f"{group.num_tokens}", f"{group.entropy:.2f}", f"{group.certain:.0%}")
+            table.add_row(escape(group.category), *numbers, *(f"{group.free[label]:.2f}" for label in free))
+        console.print(table)
+        # 2. Tokens per step.
+        sizes = [f"{labels:,}" for labels in measured.num_labels]
+        later = [f"{total_labels * multiple:,.0f}" for multiple in MULTIPLES]
+        table = table_of(f"Tokens per step by labels: measured, then forecast [90 %] ({at})", "drafter", *sizes, *later)
+        for one in here:
+            if one.is_trained:
+                reached = [f"{value:.2f}" for value in one.measured]
+                table.add_row(escape(one.label), *reached, *map(cell, one.tokens_per_step.values()))
+        console.print(table)
+        # 3. Speedups.
+        batches = list(measured.seconds)
+        columns = [f"batch {size}" for size in batches]
+        table = table_of(f"Speedup with the recipe's data, and tokens per step that break even ({at})", "drafter", *columns)
+        for one in here:
+            cells = [f"{cell(one.speedup[size])}\n{one.break_even[size]:.2f}" for size in batches]
+            table.add_row(escape(one.label if one.is_trained else f"{one.label} (measured)"), *cells)
+        console.print(table)
+    # 4. Steps, hours, and the verdict.
+    table = table_of("Milliseconds of a step (of the draft)", "drafter", *(f"batch {size}" for size in measured.seconds))
+    for label in next(iter(measured.seconds.values())):
+        cells = [f"{1e3 * min(one[label].steps):.1f} ({1e3 * one[label].draft:.1f})" for one in measured.seconds.values()]
+        table.add_row(escape(label), *cells)
+    console.print(table)
+    if is_noisy(measured):
+        console.print(
+            "[bold red]The machine was noisy[/]: plain steps took different times in different turns, so the speedups can't be "
+            "trusted. Forecast again when nothing else runs.",
+            soft_wrap=True,
+        )
+    hours = ", ".join(f"{multiple:g}x the data {format_time(seconds * multiple)}" for multiple in MULTIPLES)
+    console.print(f"Labels and training: {hours}.", soft_wrap=True)
+    console.print(f"[bold]{escape(verdict(forecasts, config.eval.temperatures[0]))}[/]", soft_wrap=True)
+
+
+def table_of(title: str, first: str, *columns: str) -> Table:
+    """Return a table whose first column is text, and whose others are numbers."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, width=WIDTH)
+    table.add_column(first, overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def cell(interval: Interval) -> str:
+    """Return an interval on two lines, which fit a narrow column."""
+    return f"{interval.value:.2f}\n[{interval.low:.2f}, {interval.high:.2f}]"
+
+
+def record_of(measured: Measured, forecasts: Sequence[MethodForecast], total_labels: float, planner: Planner) -> dict[str, Any]:
+    """Return the content of forecast.json."""
+    return {
+        "total_labels": round(total_labels),
+        "seconds": dict(planner.seconds),
+        "num_labels": measured.num_labels,
+        "num_prompts": len(measured.prompts),
+        "forecasts": [asdict(one) for one in forecasts],
+        "step_seconds": {size: {label: asdict(one) for label, one in by.items()} for size, by in measured.seconds.items()},
+    }

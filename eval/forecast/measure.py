@@ -1,0 +1,199 @@
+"""What the forecast measures on the prompts of the evaluation: text, tokens per step, and seconds of a step."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from random import Random
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+
+from ...data.chat import encode_prompt
+from ...data.suites import PromptSet
+from ...models.decoding.loop import generate
+from ...models.decoding.protocols import AcceptanceRule, Drafter
+from ...models.decoding.sampling import Randomness, RowSeeds
+from ...models.decoding.tree import DraftTree
+from ...models.decoding.types import Acceptance, Step, TargetOutput
+from ...models.drafters import NullDrafter
+from ...models.llm.hf_target import HFTarget
+from ...models.machine import synchronize
+
+WARM_UP_STEPS, TIMED_STEPS, TURNS = 2, 8, 3
+"""Steps of a turn that aren't timed, those that are, and turns of each drafter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastPrompt:
+    """A prompt of a suite, its first turn only."""
+
+    suite: str
+    category: str
+    input_ids: Int[torch.Tensor, " seq"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """A prompt's answer: its tokens without the prefill's, and the verify steps that made them."""
+
+    tokens: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certainty:
+    """How certain the target is at each token of one answer, in nats and as probabilities."""
+
+    entropies: list[float]
+    likeliest: list[float]
+    """Probability of the likeliest token."""
+
+
+def draw_prompts(suites: Sequence[PromptSet], target: HFTarget, room: int, count: int, *, seed: int) -> list[ForecastPrompt]:
+    """Draw prompts with at most `room` tokens, in turns from all suites."""
+    by_suite = []
+    for suite in suites:
+        prompts = []
+        for prompt in Random(seed).sample(suite.prompts, len(suite.prompts)):
+            ids = encode_prompt(prompt.messages(prompt.turns[0]), target.tokenizer, prompt.tools)[0]
+            if len(ids) <= room:
+                prompts.append(ForecastPrompt(suite=suite.name, category=prompt.category, input_ids=ids.to(target.device)))
+            if len(prompts) == count:
+                break
+        by_suite.append(prompts)
+    longest = max(map(len, by_suite))
+    return [prompts[place] for place in range(longest) for prompts in by_suite if place < len(prompts)][:count]
+
+
+def decode(
+    target: HFTarget,
+    drafter: Drafter[Any, Any],
+    rule: AcceptanceRule,
+    prompts: Sequence[ForecastPrompt],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    done: Callable[[int], object] = lambda count: None,
+) -> list[Steps]:
+    """Answer the prompts in batches. Returns the tokens and steps of each; `done` is told of each batch."""
+    answered = []
+    for start in range(0, len(prompts), batch_size):
+        batch = prompts[start : start + batch_size]
+        tokens, steps = [0] * len(batch), [0] * len(batch)
+        for step in _generate(target, drafter, rule, batch, range(start, start + len(batch)), max_new_tokens):
+            for row, new in zip(step.rows, step.tokens, strict=True) if not step.is_prefill else ():
+                tokens[row] += len(new)
+                steps[row] += 1
+        answered += [Steps(tokens=new, steps=count) for new, count in zip(tokens, steps, strict=True)]
+        done(len(batch))
+    return answered
+
+
+def _generate(
+    target: HFTarget,
+    drafter: Drafter[Any, Any],
+    rule: AcceptanceRule,
+    prompts: Sequence[ForecastPrompt],
+    seeds: Sequence[int],
+    max_new_tokens: int,
+    **options: Any,
+) -> Iterator[Step]:
+    options = {"stop_ids": target.stop_ids, **options}
+    ids = [prompt.input_ids for prompt in prompts]
+    return generate(target, drafter, rule, ids, max_new_tokens=max_new_tokens, generator=RowSeeds(seeds), **options)
+
+
+class Certain:
+    """An acceptance rule of plain decoding that keeps how certain the target was at each token."""
+
+    def __init__(self, rule: AcceptanceRule) -> None:
+        self.rule, self.lossless, self.is_random = rule, rule.lossless, rule.is_random
+
+    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
+        logits = output.logits[:, 0].float().log_softmax(-1)
+        self.entropies = -(logits.exp() * logits).nansum(-1)
+        self.likeliest = logits.amax(-1).exp()
+        return self.rule(tree, output, generator=generator)
+
+
+def plain_answers(
+    target: HFTarget, rule: AcceptanceRule, prompts: Sequence[ForecastPrompt], *, max_new_tokens: int, batch_size: int
+) -> list[Certainty]:
+    """Answer the prompts by plain decoding. Returns how certain the target was at each token."""
+    watched, certainties = Certain(rule), []
+    for start in range(0, len(prompts), batch_size):
+        batch = prompts[start : start + batch_size]
+        rows = [Certainty(entropies=[], likeliest=[]) for _ in batch]
+        for step in _generate(target, NullDrafter(), watched, batch, range(start, start + len(batch)), max_new_tokens):
+            for place, row in enumerate(step.rows):
+                rows[row].entropies.append(float(watched.entropies[place]))
+                rows[row].likeliest.append(float(watched.likeliest[place]))
+        certainties += rows
+    return certainties
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeconds:
+    """Seconds of a step of a full batch, in each turn of the measurement."""
+
+    steps: list[float]
+    draft: float
+    """Median share of the drafter in a step, in seconds."""
+    prefill: float
+
+
+def step_seconds(
+    target: HFTarget,
+    drafters: Mapping[str, Drafter[Any, Any]],
+    rule: AcceptanceRule,
+    prompts: Sequence[ForecastPrompt],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+) -> dict[str, StepSeconds]:
+    """Time some steps of each drafter in turns, so that a slow minute of the machine slows all of them.
+
+    The batch has `batch_size` rows; prompts are repeated if there are fewer.
+    """
+    batch = list(islice(cycle(prompts), batch_size))
+    turns: dict[str, list[Turn]] = {name: [] for name in drafters}
+    for _ in range(TURNS):
+        for name, drafter in drafters.items():
+            turns[name].append(_time_turn(target, drafter, rule, batch, max_new_tokens))
+    return {
+        name: StepSeconds(
+            steps=[turn.step for turn in timed],
+            draft=median(turn.draft for turn in timed),
+            prefill=median(turn.prefill for turn in timed),
+        )
+        for name, timed in turns.items()
+    }
+
+
+class Turn(NamedTuple):
+    """Median seconds of a few steps."""
+
+    step: float
+    draft: float
+    prefill: float
+
+
+def _time_turn(
+    target: HFTarget, drafter: Drafter[Any, Any], rule: AcceptanceRule, batch: Sequence[ForecastPrompt], max_new_tokens: int
+) -> Turn:
+    stream = _generate(target, drafter, rule, batch, range(len(batch)), max_new_tokens, stop_ids=(), timed=True)
+    wall, drafted = list[float](), list[float]()
+    last = time.perf_counter()
+    for step in islice(stream, 1 + WARM_UP_STEPS + TIMED_STEPS):
+        synchronize(target.device)
+        now = time.perf_counter()
+        if len(step.rows) < len(batch):
+            break
+        wall.append(now - last)
+        drafted.append(0.0 if step.seconds is None else step.seconds.draft)
+        last = now
+    first = min(1 + WARM_UP_STEPS, len(wall) - 1)  # answers of few tokens have few steps
+    return Turn(step=median(wall[first:]), draft=median(drafted[first:]), prefill=wall[0])

@@ -1,0 +1,199 @@
+"""The forecast of a recipe, from what was measured: tokens per step, speedups, and a verdict."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from ..records.names import PLAIN_DECODING
+from .curve import continued, resampled
+from .measure import Certainty, ForecastPrompt, Steps, StepSeconds
+
+CONFIDENCE = 0.9
+SURE = 0.9
+"""Probability from which the target counts as certain of its likeliest token."""
+NOISY = 1.25
+"""Ratio of the slowest turn to the fastest from which a machine is noisy."""
+MethodKey = tuple[str, float]
+"""Label of a method, and temperature."""
+
+
+class Interval(NamedTuple):
+    """Median and 90 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, draws: Float[np.ndarray, " draw"]) -> "Interval":
+        """Return the interval of draws."""
+        tail = (1 - CONFIDENCE) / 2
+        value, low, high = np.quantile(draws, (0.5, tail, 1 - tail))
+        return cls(float(value), float(low), float(high))
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was measured on the prompts of the evaluation."""
+
+    prompts: Sequence[ForecastPrompt]
+    num_labels: list[int]
+    """Of each part of the sample, ascending."""
+    steps: Mapping[MethodKey, Sequence[Sequence[Steps]]]
+    """By prompt, for each part; of a drafter without training once."""
+    certainty: Mapping[float, Sequence[Certainty]]
+    """By temperature and prompt."""
+    seconds: Mapping[int, Mapping[str, StepSeconds]]
+    """By batch size and label, plain decoding included."""
+    max_new_tokens: int
+    """Limit of the evaluation's answers; those measured may have ended at a lower one."""
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean length of an answer; one that was cut counts as long as the evaluation allows."""
+        lengths = [len(one.entropies) for answers in self.certainty.values() for one in answers]
+        longest = max(lengths)
+        return sum(length if length < longest else self.max_new_tokens for length in lengths) / len(lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodForecast:
+    """A drafter in a setting, at a temperature."""
+
+    label: str
+    temperature: float
+    measured: list[float]
+    """Tokens per step after learning from each part of the sample; of a drafter without training one."""
+    tokens_per_step: dict[float, Interval]
+    """By multiple of the recipe's data; of a drafter without training at 1."""
+    speedup: dict[int, Interval]
+    """By batch size, with the recipe's data."""
+    break_even: dict[int, float]
+    """Tokens per step by batch size at which a step is worth its time."""
+
+    @property
+    def is_trained(self) -> bool:
+        return len(self.measured) > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """How certain the target is in a category."""
+
+    category: str
+    num_tokens: int
+    entropy: float
+    """Mean, in nats."""
+    certain: float
+    """Share of the tokens of which the likeliest one has at least probability SURE."""
+    free: dict[str, float]
+    """Tokens per step of the drafters without training."""
+
+
+def foresee(measured: Measured, total_labels: float, multiples: Sequence[float], *, seed: int) -> list[MethodForecast]:
+    """Continue the curves to multiples of the recipe's labels, and compute speedups from them."""
+    forecasts = []
+    for (label, temperature), by_part in measured.steps.items():
+        # 1. Tokens per step.
+        if len(by_part) > 1:
+            draws = continued(measured.num_labels, by_part, [multiple * total_labels for multiple in multiples], seed=seed)
+            at_recipe, intervals = draws[multiples.index(1.0)], dict(zip(multiples, map(Interval.of, draws), strict=True))
+        else:
+            at_recipe = resampled(by_part, seed=seed)[0]
+            intervals = {1.0: Interval.of(at_recipe)}
+        # 2. Speedups: prefill and steps of an answer, against those of plain decoding.
+        speedup, break_even = {}, {}
+        for size, seconds in measured.seconds.items():
+            plain, drafted = seconds[PLAIN_DECODING], seconds[label]
+            ratios = np.array(drafted.steps) / np.array(plain.steps)
+            picked = np.random.default_rng(seed).choice(ratios, len(at_recipe))
+            rest = measured.mean_tokens - 1
+            step = float(np.median(plain.steps))
+            before, after = plain.prefill + rest * step, drafted.prefill + rest * step * picked / at_recipe
+            speedup[size], break_even[size] = Interval.of(before / after), float(np.median(ratios))
+        forecasts.append(
+            MethodForecast(
+                label=label,
+                temperature=temperature,
+                measured=[sum(one.tokens for one in part) / max(1, sum(one.steps for one in part)) for part in by_part],
+                tokens_per_step=intervals,
+                speedup=speedup,
+                break_even=break_even,
+            )
+        )
+    return forecasts
+
+
+def certainty_groups(measured: Measured, temperature: float, free: Sequence[str]) -> list[Group]:
+    """Return how certain the target is: the categories with most tokens first, and all last."""
+    places: dict[str, list[int]] = defaultdict(list)
+    for place, prompt in enumerate(measured.prompts):
+        places[prompt.category].append(place)
+    groups = []
+    if len(places) > 1:
+        places["all"] = list(range(len(measured.prompts)))
+    for category, chosen in places.items():
+        answers = [measured.certainty[temperature][place] for place in chosen]
+        entropies = np.concatenate([one.entropies for one in answers])
+        likeliest = np.concatenate([one.likeliest for one in answers])
+        by_method = {}
+        for label in free:
+            steps = [measured.steps[label, temperature][0][place] for place in chosen]
+            by_method[label] = sum(one.tokens for one in steps) / max(1, sum(one.steps for one in steps))
+        groups.append(
+            Group(
+                category=category,
+                num_tokens=len(entropies),
+                entropy=float(entropies.mean()),
+                certain=float((likeliest >= SURE).mean()),
+                free=by_method,
+            )
+        )
+    return sorted(groups, key=lambda group: (group.category == "all", -group.num_tokens))
+
+
+def is_noisy(measured: Measured) -> bool:
+    """Return whether the turns of plain decoding took so different times that speedups can't be trusted."""
+    plain = [seconds[PLAIN_DECODING].steps for seconds in measured.seconds.values()]
+    return any(max(steps) > NOISY * min(steps) for steps in plain)
+
+
+def verdict(forecasts: Sequence[MethodForecast], temperature: float) -> str:
+    """Return the sentence that a person acts on: train it, train it for some batch sizes, or don't."""
+    here = [one for one in forecasts if one.temperature == temperature]
+    trained, free = ([one for one in here if one.is_trained is kind] for kind in (True, False))
+    sizes = sorted(here[0].speedup)
+    best = {size: max(trained, key=lambda one: one.speedup[size].value) for size in sizes}
+    # 1. Where training is worth it: surely faster than plain decoding.
+    worth = [size for size in sizes if best[size].speedup[size].low > 1]
+    first = best[sizes[0]]
+    speed = first.speedup[sizes[0]]
+    if not worth:
+        possible = max(best[size].speedup[size].high for size in sizes)
+        if possible > 1:
+            text = f"Don't train it as it is: {first.label} may be slower than plain decoding ({speed} times as fast)"
+        else:
+            text = f"Don't train it: at best it is {possible:.2f} times as fast as plain decoding"
+    elif worth == sizes:
+        text = f"Train it: {first.label} will be about {speed} times as fast as plain decoding at batch size {sizes[0]}"
+    else:
+        size = worth[-1]
+        choice = best[size]
+        speed_there = choice.speedup[size]
+        text = f"Train it for batch sizes up to {size}: there {choice.label} will be about {speed_there} times as fast"
+    # 2. Whether something without training does as well.
+    if free:
+        other = max(free, key=lambda one: one.speedup[sizes[0]].value)
+        if other.speedup[sizes[0]].value >= speed.value:
+            text += (
+                f". {other.label}, which needs no training, has {other.speedup[sizes[0]]} already: train to merge both "
+                "(eval.merge), which isn't forecast"
+            )
+    return f"{text}."

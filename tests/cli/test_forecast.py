@@ -1,0 +1,127 @@
+"""The forecast of a recipe on a tiny target: a page of output, and nothing of the recipe's own folder."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from outrider.cli import forecast, samples
+from outrider.cli.compose import forecast_command, load_recipe
+from outrider.cli.forecast import FILE, FOLDER, Sample, data_of_sample, short_training
+from outrider.data.config import DataConfig, DataSource
+from outrider.data.shards import label_store
+from outrider.eval.forecast import measure
+
+SAMPLE = Sample(num_texts=10, of_texts=40, labels_per_text=100.0, is_labelled=False)
+
+
+@pytest.fixture
+def overrides(tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(samples, "SECONDS", 0.1)
+    monkeypatch.setattr(forecast, "LEAST_LABELS", 40)
+    monkeypatch.setattr(forecast, "LEAST_STEPS", 2)
+    monkeypatch.setattr(forecast, "BATCH_SIZES", (1, 2))
+    monkeypatch.setattr(forecast, "MOST_PROMPTS", 4)
+    monkeypatch.setattr(measure, "TURNS", 1)
+    questions = tmp_path / "question.jsonl"
+    questions.write_text(
+        "".join(json.dumps({"question_id": i, "category": f"c{i}", "turns": ["Write.", "Again."]}) + "\n" for i in range(4))
+    )
+    return [
+        "demo",
+        f"output_dir={tmp_path / 'run'}",
+        f"target.name_or_path={tiny_target_dir}",
+        "num_threads=1",
+        "data={limit: 16, max_length: 96, prompt_chars: [20, 40]}",
+        "distill={horizon: 3, shard_examples: 8}",
+        "drafter={exit_width: 16, num_blocks: 1, head_init: random}",
+        "train={steps: 16, warmup_steps: 1, batch_size: 4, max_positions: 64, gradient_accumulation: 1}",
+        f"eval.suites=[{{name: mt_bench, path: {questions}}}]",
+        "eval={max_new_tokens: 12, temperatures: [0.0, 1.0], baselines: [suffix]}",
+        "eval.settings=[{beam_width: 2, beam_length: 3}]",
+    ]
+
+
+def test_a_recipe_is_forecast_from_a_part_of_it(overrides, tmp_path, capsys):
+    forecast_command([*overrides, "--minutes", "3"])
+    # 1. The page.
+    printed = capsys.readouterr().out
+    assert max(map(len, printed[printed.index("How certain") :].splitlines()[:-2])) <= 80
+    for title in (
+        "How certain the target is (greedy)",
+        "(temperature 1)",
+        "Tokens per step by labels",
+        "Milliseconds of a step",
+    ):
+        assert title in printed
+    assert "2x the data about 0:0" in printed
+    assert printed.splitlines()[-1].startswith(("Train it", "Don't train it"))
+    # 2. The record, beside which nothing is left.
+    folder = tmp_path / "run" / FOLDER
+    assert [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()] == [FOLDER]
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == []
+    record = json.loads((folder / FILE).read_text())
+    assert record["num_labels"] == sorted(record["num_labels"])
+    assert record["num_labels"][0] < record["num_labels"][-1] <= record["total_labels"] * 1.3
+    trained = [one for one in record["forecasts"] if len(one["measured"]) == 3]
+    assert {(one["temperature"], *one["speedup"]) for one in trained} == {(0.0, "1", "2"), (1.0, "1", "2")}
+    assert {one["label"] for one in record["forecasts"] if len(one["measured"]) == 1} == {"Suffix, 24 nodes"}
+
+
+def test_labels_of_the_recipe_are_used_and_stay(overrides, tmp_path, capsys):
+    from outrider.cli.compose import run_command
+
+    run_command([*overrides, "stages=[distill]"])
+    before = label_store(tmp_path / "run" / "distill").load()
+    forecast_command(overrides)
+    printed = capsys.readouterr().out
+    assert "distill: finished" in printed
+    assert label_store(tmp_path / "run" / "distill").load() == before
+    record = json.loads((tmp_path / "run" / FOLDER / FILE).read_text())
+    assert record["num_labels"][-1] <= before.num_labels
+    assert set(record["seconds"]) == {"train"}
+
+
+def test_too_little_time_is_an_error_that_names_the_time_that_is_enough(overrides, tmp_path, monkeypatch):
+    monkeypatch.setattr(forecast, "LEAST_LABELS", 10**6)
+    with pytest.raises(ValueError, match="too few .* for a forecast from parts of them; run it"):
+        forecast_command(overrides)
+    monkeypatch.setattr(forecast, "LEAST_LABELS", 40)
+    monkeypatch.setattr(forecast, "LABELS_SHARE", 1e-6)
+    with pytest.raises(ValueError, match=r"minutes is 1, in which 0 texts .* can't be trusted. Set --minutes \d+"):
+        forecast_command([*overrides, "--minutes", "1"])
+    assert not (tmp_path / "run" / FOLDER / FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--minutes", "0"], "minutes"),
+        (["train.stepz=3"], "train.stepz"),
+        (["--plan"], "plan"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_loaded(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        forecast_command(["demo", *arguments])
+    with pytest.raises(ValueError, match="no recipe is given"):
+        forecast_command([])
+
+
+def test_the_sample_has_a_share_of_each_source():
+    own = DataConfig(source="self", count=400)
+    assert data_of_sample(own, SAMPLE).count == 100
+    both = DataConfig(sources=[DataSource(source="self", count=7), DataSource(source="messages", path="chats.jsonl")])
+    part = data_of_sample(both, SAMPLE)
+    assert [source.count for source in part.sources] == [2, None]
+    assert part.limit == 10
+
+
+def test_a_short_training_has_as_many_epochs_in_smaller_steps():
+    config = replace(load_recipe("demo").train, steps=1000, warmup_steps=100, batch_size=8, max_positions=1024, tracker="wandb")
+    short = short_training(config, 0.05)
+    assert short.steps * short.batch_size == pytest.approx(0.05 * 1000 * 8)
+    assert (short.batch_size, short.max_positions, short.warmup_steps, short.tracker) == (2, 256, 20, "none")
+    assert short_training(replace(config, batch_size=1), 0.05).max_positions == 1024
+    assert short_training(config, 1e-6).steps == 1
