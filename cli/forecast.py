@@ -40,7 +40,9 @@ from ..eval.forecast.result import (
     is_noisy,
     verdict,
 )
+from ..eval.measure.environment import describe_environment
 from ..eval.measure.methods import Settings, acceptance_rule, method_specs, proposer
+from ..eval.measure.plan import require_room
 from ..eval.records.names import PLAIN_DECODING
 from ..eval.run import load_suites
 from ..models.drafters import NullDrafter, load_drafter
@@ -96,6 +98,7 @@ def forecast(config: RunConfig, minutes: float) -> None:
     use_chat_template(target.tokenizer, config.data.chat_template, config.data.template_options)
     require_openings(config.data, target)
     context_length = check_training(config, target, accelerator)
+    require_room(config.eval, suites, target.tokenizer, context_length)
     with TemporaryDirectory() as scratch:
         planner = Planner(config, target, Path(config.output_dir), accelerator, Path(scratch))
         planner.print(prompt_overlap(config), None)
@@ -293,6 +296,7 @@ def measure(
         size: step_seconds(target, proposers, rules[temperatures[0]], prompts, batch_size=size, max_new_tokens=tokens)
         for size in sorted({*BATCH_SIZES, *config.eval.batch_sizes})
     }
+    target.release_cache()
     return Measured(
         prompts=prompts,
         num_labels=[part.num_labels for part in parts],
@@ -376,11 +380,14 @@ def cell(interval: Interval) -> str:
 
 def record_of(measured: Measured, forecasts: Sequence[MethodForecast], total_labels: float, planner: Planner) -> dict[str, Any]:
     """Return the content of forecast.json."""
+    target = planner.target
     return {
+        "target": target.identity.name,
         "total_labels": round(total_labels),
         "seconds": dict(planner.seconds),
         "num_labels": measured.num_labels,
         "num_prompts": len(measured.prompts),
         "forecasts": [asdict(one) for one in forecasts],
+        "environment": asdict(describe_environment(target.device, target.linears)),
         "step_seconds": {size: {label: asdict(one) for label, one in by.items()} for size, by in measured.seconds.items()},
     }

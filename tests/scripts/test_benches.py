@@ -334,3 +334,47 @@ def test_an_mtp_head_is_trained_from_its_checkpoint(script: Callable[[str], Any]
     assert [row["head"] for row in record["rows"]] == ["random weights", "as in the checkpoint", "trained on labels"]
     assert all(row["identical"] for row in record["rows"])
     assert record["labels"] > 1000
+
+
+def test_forecasts_are_compared_with_the_evaluation_that_followed(script, tmp_path, monkeypatch):
+    forecast = script("bench/forecast")
+    methods = [("A", [1.2, 1.3], [2.0, 1.8, 2.2]), ("Free", [1.5], [1.5, 1.4, 1.6])]
+    forecasts = [
+        {
+            "label": label,
+            "temperature": 0.0,
+            "measured": measured,
+            "tokens_per_step": {"0.5": [1.7, 1.6, 1.8], "1.0": interval},
+            "speedup": {"1": [1.5, 1.45, 1.55]},
+        }
+        for label, measured, interval in methods
+    ]
+    record = {"target": "t", "num_labels": [10, 40], "total_labels": 400, "forecasts": forecasts}
+    (tmp_path / "forecast.json").write_text(json.dumps(record))
+    shared = {"temperature": 0.0, "batch_size": 1, "num_tokens": 100}
+    summary = [
+        {
+            **shared,
+            "suite": suite,
+            "method": method,
+            "label": label,
+            "tokens_per_step": tps,
+            "accepted_histogram": [50],
+            **speed,
+        }
+        for suite in ("x", "y")
+        for method, label, tps, speed in (
+            ("baseline", "plain decoding", 1.0, {"tokens_per_second": 10.0}),
+            ("a", "A", 1.9 if suite == "x" else 1.8, {"tokens_per_second": 20.0}),
+        )
+    ]
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    pairs = [f"{tmp_path}/forecast.json={tmp_path}", f"{tmp_path}/forecast.json={tmp_path}@0.5"]
+    monkeypatch.setattr(sys, "argv", ["forecast.py", *pairs, "--output", str(tmp_path / "out.json")])
+    forecast.main()
+    written = json.loads((tmp_path / "out.json").read_text())
+    whole, half = written["rows"]
+    assert (whole["drafter"], whole["measured"], whole["held"], whole["held speedup"]) == ("A", 1.85, True, False)
+    assert whole["measured speedup"] == 2.0
+    assert (half["labels"], half["held"], half["error"]) == (200, False, round(1.7 / 1.85 - 1, 3))
+    assert written["tokens_per_step"] == {"rows": 2, "held": 1, "median error": 0.081}
