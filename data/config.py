@@ -24,7 +24,7 @@ TEACHER_TEMPERATURE = (
 
 
 SELF = "self"
-SOURCES = ("messages", "sharegpt", "alpaca", "completion", "tokens", "text", "stdlib", SELF)
+SOURCES = ("messages", "sharegpt", "alpaca", "completion", "openai", "tokens", "text", "stdlib", SELF)
 """The forms of records (see `forms`), Python's standard library, and questions of the target's own."""
 MAX_TURNS, QUESTION_TEMPERATURE = 32, 0.8
 TRAIN_ON = ("all", "last", "every token")
@@ -45,7 +45,8 @@ class DataSource:
     source: Annotated[str, one_of(*SOURCES)] | None = None
     """Form of the records. One of `messages` ([{role, content}], as in UltraChat), `sharegpt`
     (conversations: [{from, value}]), `alpaca` (instruction, input, output), `completion` (prompt,
-    completion), `tokens` (input_ids, loss_mask), `text` (text or source code files, or texts that a chat
+    completion), `openai` (chat requests and replies as servers log them, whose secrets and addresses are
+    replaced), `tokens` (input_ids, loss_mask), `text` (text or source code files, or texts that a chat
     template has written), `stdlib` (Python's standard library; needs no path) and `self` (questions that
     the target writes itself, `count` of them; needs no path, but distill.engine)."""
 

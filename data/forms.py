@@ -14,6 +14,7 @@ from typing import Any
 
 from .conversations import Conversation, Role, Turn, has_surrogate, text_of
 from .fields import MAX_COUNT
+from .traffic import anonymous, chat_of
 
 ROLES: dict[str, Role] = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -352,6 +353,19 @@ def _parse_text(record: Any, notes: Counter[str]) -> Parsed:
     return Conversation(id="", source="", text=text)
 
 
+def _parse_openai(record: Any, notes: Counter[str]) -> Parsed:
+    """Parse a logged chat request with its reply, without what looks private."""
+    chat = chat_of(record) if isinstance(record, dict) else NO_OBJECT
+    if isinstance(chat, str):
+        return chat
+    parsed = _parse_list("messages", chat, notes)
+    if isinstance(parsed, str):
+        return parsed
+    conversation, found = anonymous(parsed)
+    notes.update(f"texts with what looks like a private {name}: replaced by [{name}]" for name in found)
+    return conversation
+
+
 FORMS = {
     "messages": Form(
         needs=("messages",),
@@ -388,6 +402,13 @@ FORMS = {
         uses=ID_KEYS,
         example='{"text": TEXT}',
         parse=_parse_text,
+    ),
+    "openai": Form(
+        needs=("request|kwargs|body|messages", "response|choices|completion|output"),
+        uses=SHARED_KEYS,
+        example='{"request": {"messages": [{"role": "user", "content": TEXT}]}, "response": {"choices": [{"message": '
+        '{"role": "assistant", "content": TEXT}}]}}',
+        parse=_parse_openai,
     ),
 }
 """The forms of records by their name in `data.source`, in the order in which they are tried."""
