@@ -25,6 +25,7 @@ RULES = {
 }
 COMMANDS = {
     "check-server": "tests/eval/server/test_check_server.py::test_a_sound_server_passes_against_the_target_here",
+    "adopt": "tests/eval/results/test_adoption.py::test_a_better_drafter_takes_the_place_and_the_old_one_is_kept",
     "certify": "tests/eval/certify/test_certificate.py::test_a_target_and_a_drafter_are_certified",
     "chat": "tests/cli/test_chat.py::test_a_pipe_gets_exactly_the_texts_of_generate",
     "data verify": "tests/data/test_verify.py::test_an_undamaged_folder_passes",

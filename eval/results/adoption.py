@@ -1,0 +1,104 @@
+"""Whether a drafter may take another's place: an evaluation of both, compared on the same prompts."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..records.records import EvalRecord
+from .rows import Row, is_broken
+from .stats import bootstrap, ratio_of_ratios
+
+LEAST_PROMPTS = 4
+"""Prompts of a suite below which nothing is concluded from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Tokens per step of a new drafter over those of the old one, in one setting on one suite."""
+
+    setting: str
+    suite: str
+    temperature: float
+    num_prompts: int
+    ratio: float
+    low: float
+    """Lower bound of the ratio's 95 % interval, over prompts; 0 without one."""
+    high: float
+
+
+def pairs(methods: Mapping[str, Mapping[str, Any]], old: str, new: str) -> dict[str, tuple[str, str]]:
+    """Return the methods of both drafters by the setting that they share.
+
+    `methods` are those that an evaluation records; `old` and `new` are digests of weights. Raises ValueError if a
+    drafter isn't among them, or if they share no setting.
+    """
+    if old == new:
+        raise ValueError("the old and the new drafter have the same weights; give the folder that the new training wrote")
+    by_weights: dict[str, dict[str, str]] = {old: {}, new: {}}
+    for name, method in methods.items():
+        if method["weights"] in by_weights:
+            setting = ", ".join(f"{option} {value}" for option, value in method["setting"].items())
+            by_weights[method["weights"]][f"{method['kind']}: {setting or 'as saved'}"] = name
+    for weights, what in ((old, "old"), (new, "new")):
+        if not by_weights[weights]:
+            raise ValueError(
+                f"the evaluation doesn't have the {what} drafter; evaluate both: outrider eval --drafter OLD --drafter NEW"
+            )
+    shared = {
+        setting: (by_weights[old][setting], name) for setting, name in by_weights[new].items() if setting in by_weights[old]
+    }
+    if not shared:
+        raise ValueError("the evaluation has no setting of both drafters; give --settings, so that both are measured in them")
+    return shared
+
+
+def changes(records: Iterable[EvalRecord], methods: Mapping[str, tuple[str, str]]) -> Iterator[Change]:
+    """Yield the change in each setting, on each suite and at each temperature."""
+    sides = {name: (setting, side) for setting, names in methods.items() for side, name in enumerate(names)}
+    sums: dict[tuple[str, str, float], dict[str, np.ndarray]] = defaultdict(lambda: defaultdict(lambda: np.zeros((2, 2))))
+    for record in records:
+        if record.method in sides and not record.profiled and record.pace is None:  # a paced draft depends on the clock
+            setting, side = sides[record.method]
+            prompt = sums[setting, record.suite, record.temperature][record.prompt_id]
+            prompt[side] += (record.num_verify_tokens, record.num_steps)
+    for (setting, suite, temperature), by_prompt in sums.items():
+        measured = np.array([prompt for prompt in by_prompt.values() if prompt[:, 1].all()])  # [prompt, side, (tokens, steps)]
+        if not len(measured):
+            continue
+        ratio, interval = bootstrap(measured.transpose(1, 0, 2)[::-1], ratio_of_ratios, seed=0)
+        low, high = interval or (0.0, float("inf"))
+        yield Change(
+            setting=setting, suite=suite, temperature=temperature, num_prompts=len(measured), ratio=ratio, low=low, high=high
+        )
+
+
+def objections(
+    found: Sequence[Change], rows: Iterable[Row], new: Iterable[str], *, gain_on: Sequence[str], loss: float
+) -> list[str]:
+    """Return why the new drafter may not take the old one's place; nothing if it may.
+
+    It must be lossless everywhere, show a gain on each suite of `gain_on` (in some setting its whole interval, and none
+    may lose), and lose at most the share `loss` elsewhere. Raises ValueError for a suite that wasn't evaluated.
+    """
+    # 1. Losslessness.
+    methods = set(new)
+    wrong = sorted({row["label"] for row in rows if row["method"] in methods and is_broken(row)})
+    reasons = [f"{label} isn't proven lossless" for label in wrong]
+    # 2. The gain, and losses elsewhere.
+    suites = dict.fromkeys(change.suite for change in found)
+    if missing := [suite for suite in gain_on if suite not in suites]:
+        raise ValueError(f"gain_on has {', '.join(missing)}, which wasn't evaluated; there are: {', '.join(suites)}")
+    for change in found:
+        where = f"{change.suite} at temperature {change.temperature:g} ({change.setting})"
+        if change.num_prompts < LEAST_PROMPTS:
+            reasons.append(f"{where} has {change.num_prompts} prompts, too few to tell")
+        elif change.ratio < 1 - (0.0 if change.suite in gain_on else loss):
+            reasons.append(f"{where} loses {1 - change.ratio:.1%} of its tokens per step")
+    for suite in gain_on:
+        best = max((change for change in found if change.suite == suite), key=lambda change: change.low)
+        if best.low <= 1:
+            reasons.append(f"no gain is shown on {suite}: at best {best.ratio:.3f} [{best.low:.3f}, {best.high:.3f}]")
+    return reasons
