@@ -14,7 +14,7 @@ from jaxtyping import Float
 from .measure import Steps
 
 NUM_DRAWS = 2_000
-KEPT, KEPT_SPREAD = 0.9, 0.1
+KEPT, KEPT_SPREAD = 0.88, 0.1
 """Share of a doubling's gain that the next doubling gains: mean and standard deviation."""
 
 
