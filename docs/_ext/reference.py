@@ -30,7 +30,7 @@ def _command(name: str) -> str:
     lines = [f"## outrider {name}", "", text, "", "```text", usage(name, cls, sections), "```"]
     if others:
         lines += ["", f"Further options: those of {', '.join(others)} in [Options](options.md)."]
-    return "\n\n".join(["\n".join(lines), *map(_option, sections[""].options if name != "run" else own_options(cls))])
+    return "\n\n".join(["\n".join(lines), *map(_option, own_options(cls))])
 
 
 def own_options(cls: type) -> tuple[describe.Option, ...]:
