@@ -28,7 +28,16 @@ from ..data.files import locked, write_json
 from ..data.shards import label_store, read_shard, write_shard
 from ..data.types import DistilledExample
 from ..distill.regenerate.self_written import require_openings
-from ..eval.forecast.measure import ForecastPrompt, Steps, decode, draw_prompts, plain_answers, step_seconds
+from ..eval.forecast.measure import (
+    Certainty,
+    ForecastPrompt,
+    Steps,
+    StepSeconds,
+    decode,
+    draw_prompts,
+    plain_answers,
+    step_seconds,
+)
 from ..eval.forecast.result import (
     SURE,
     Interval,
@@ -264,41 +273,51 @@ def measure(
     # 1. The methods, by name: drafters without training, and each drafter of each part in each setting.
     options, temperatures = replace(config.eval, merge=[]), config.eval.temperatures
     specs = [method_specs(options, list(part.drafters), part.drafters) for part in parts]
-    labels = [spec.label for spec in specs[-1].values()]
     is_trained = {spec.label: bool(spec.parts.folders) for spec in specs[-1].values()}
-    # 2. Plain decoding: how certain the target is, how long answers are, and how many prompts fit the time.
+    # 2. Text and tokens per step: all drafters answer a few prompts, and some more while there is time.
     target.choose_linears()
-    tokens, started = min(config.eval.max_new_tokens, MOST_TOKENS), time.monotonic()
+    tokens, decoding_ends = min(config.eval.max_new_tokens, MOST_TOKENS), time.monotonic() + (1 - STEPS_SHARE) * seconds
     decoding: dict[str, Any] = {"max_new_tokens": tokens, "batch_size": DECODED_TOGETHER}
-    first = prompts[:DECODED_TOGETHER]
-    plain_answers(target, acceptance_rule("exact", 0.0, target), first, **decoding)
-    per_prompt = (time.monotonic() - started) / len(first)
-    runs = len(temperatures) * (1 + sum(len(parts) if trained else 1 for trained in is_trained.values()))
-    prompts = prompts[: max(len(first), int(seconds * (1 - STEPS_SHARE) / (runs * per_prompt)))]
     rules = {temperature: acceptance_rule("exact", temperature, target) for temperature in temperatures}
-    certainty = {temperature: plain_answers(target, rule, prompts, **decoding) for temperature, rule in rules.items()}
-    # 3. Tokens per step.
-    steps: dict[MethodKey, list[list[Steps]]] = {(label, temperature): [] for label in labels for temperature in temperatures}
-    with tqdm(total=len(prompts) * (runs - len(temperatures)), desc="decoding with drafters", unit="answer") as progress:
-        for number, part in enumerate(specs):
-            for spec in part.values():
-                if not spec.parts.folders and number:
-                    continue
-                drafter = load_drafter(spec.parts, target, **(spec.setting or {}))
-                for temperature, rule in rules.items():
-                    counts = decode(target, drafter, rule, prompts, **decoding, done=progress.update)
-                    steps[spec.label, temperature].append(counts)
-    # 4. Seconds of a step.
+    certainty: dict[float, list[Certainty]] = {temperature: [] for temperature in temperatures}
+    steps: dict[MethodKey, list[list[Steps]]] = {
+        (label, temperature): [[] for _ in (parts if trained else parts[:1])]
+        for label, trained in is_trained.items()
+        for temperature in temperatures
+    }
+    answered, round_seconds = 0, 0.0
+    while answered < len(prompts) and (not answered or time.monotonic() + round_seconds < decoding_ends):
+        began, batch = time.monotonic(), prompts[answered : answered + DECODED_TOGETHER]
+        for temperature, rule in rules.items():
+            certainty[temperature] += plain_answers(target, rule, batch, **decoding)
+        name = f"prompts {answered + 1} to {answered + len(batch)}, all drafters"
+        with tqdm(total=len(batch) * sum(map(len, steps.values())), desc=name, unit="answer") as progress:
+            for number, part in enumerate(specs):
+                for spec in part.values():
+                    if number and not is_trained[spec.label]:
+                        continue
+                    drafter = load_drafter(spec.parts, target, **(spec.setting or {}))
+                    for temperature, rule in rules.items():
+                        counts = decode(target, drafter, rule, batch, **decoding, done=progress.update)
+                        steps[spec.label, temperature][number] += counts
+        answered, round_seconds = answered + len(batch), time.monotonic() - began
+    # 3. Seconds of a step.
     drafters = {spec.label: load_drafter(spec.parts, target, **(spec.setting or {})) for spec in specs[-1].values()}
     target.choose_linears(*(part for drafter in drafters.values() for part in trained_parts(drafter)))
     proposers = {PLAIN_DECODING: NullDrafter(), **{label: proposer(drafter, target) for label, drafter in drafters.items()}}
-    timed = {
-        size: step_seconds(target, proposers, rules[temperatures[0]], prompts, batch_size=size, max_new_tokens=tokens)
-        for size in sorted({*BATCH_SIZES, *config.eval.batch_sizes})
-    }
+    sizes = sorted({*BATCH_SIZES, *config.eval.batch_sizes})
+    timed = dict[int, dict[str, StepSeconds]]()
+    ends = time.monotonic() + STEPS_SHARE * seconds
+    for size, larger in zip(sizes, [*sizes[1:], None], strict=True):
+        began = time.monotonic()
+        timed[size] = step_seconds(target, proposers, rules[temperatures[0]], prompts, batch_size=size, max_new_tokens=tokens)
+        now = time.monotonic()
+        if larger is not None and now + (now - began) * larger / size > ends:
+            log.warning("steps of batches above %d would take longer than the time that is left; raise --minutes", size)
+            break
     target.release_cache()
     return Measured(
-        prompts=prompts,
+        prompts=prompts[:answered],
         num_labels=[part.num_labels for part in parts],
         steps=steps,
         certainty=certainty,

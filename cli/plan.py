@@ -25,7 +25,7 @@ from ..data.shards import label_store
 from ..data.sources import PromptOverlap
 from ..data.suites import PromptSet
 from ..data.types import DistilledExample, Example
-from ..distill.label.continuations import require_branch_attention
+from ..distill.label.continuations import require_labels
 from ..distill.label.features import bytes_per_token, free_bytes
 from ..distill.label.run import load_examples, missing_examples
 from ..distill.regenerate.engines.decoder import DEFAULT_BATCH_SIZE
@@ -120,8 +120,8 @@ class Planner:
             num_tokens, num_positions = round(num_tokens - num_positions + answers), round(answers)
         elif not only_sample:  # raises ValueError if the folder is another run's
             missing = missing_examples(options, data, target, texts, self.folder / "distill")
-        if options.decodes_branches:
-            require_branch_attention(target, max(len(text.input_ids) for text in texts) + max(options.horizon - 2, 0))
+        longest = max(len(text.input_ids) for text in texts)
+        require_labels(target, longest + max(options.horizon - 2, 0), branches=options.decodes_branches)
         self.accelerator.wait_for_everyone()
         # 2. Label parts of some.
         self._say("labels: the target labels parts of some texts ...")

@@ -22,7 +22,7 @@ from ..data.collate import text_continuations
 from ..data.manifest import Manifest
 from ..data.types import DistilledExample, DrafterBatch, Example
 from ..distill.config import DistillConfig
-from ..distill.label.continuations import require_branch_attention
+from ..distill.label.continuations import require_labels
 from ..distill.label.run import label_shard
 from ..models.decoding import GreedyAcceptance, generate
 from ..models.decoding.protocols import Drafter
@@ -125,8 +125,8 @@ def make_examples(labels: DistillConfig | Manifest, target: HFTarget) -> list[Di
             )
             for example in examples
         ]
-    if labels.decodes_branches:
-        require_branch_attention(target, max(len(example.input_ids) for example in examples) + labels.horizon)
+    longest = max(len(example.input_ids) for example in examples)
+    require_labels(target, longest + labels.horizon, branches=labels.decodes_branches)
     labelled, _ = label_shard(labels, target, examples, tqdm(disable=True))
     return labelled
 

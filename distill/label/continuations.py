@@ -32,6 +32,7 @@ from ...data.types import UNKNOWN
 from ...models.llm.hf_target import HFTarget
 from ...models.llm.hidden_states import without_head
 from ...models.llm.tree_attention import attention_kinds
+from ...models.machine import is_out_of_memory
 from .branch_attention import BYPASSED, REMEDY, BranchCache, branch_attention, require_plain_scores
 from .features import TextFeatures
 from .sampled_labels import SampledLabels
@@ -211,6 +212,31 @@ def _decode_branches(
     return continuations, num_branch_tokens
 
 
+def require_labels(target: HFTarget, num_tokens: int, *, branches: bool) -> None:
+    """Raise ValueError if texts of up to `num_tokens` tokens, continuations included, can't be labelled correctly."""
+    require_plain_labels(target)
+    if branches:
+        require_branch_attention(target, num_tokens)
+
+
+@torch.inference_mode()
+def require_plain_labels(target: HFTarget) -> None:
+    """Raise ValueError if the head, on the last hidden states of a text, doesn't choose the model's own next tokens.
+
+    Some models do more than that between both, and all labels are made so.
+    """
+    text = target.probe_ids[None]
+    states, _ = _prefill(target, text, (), None)
+    logits = target.model(text, use_cache=False).logits[0].float()
+    chosen = _greedy(target.model, states[0])
+    regret = ((logits.amax(-1) - logits.gather(1, chosen[:, None])[:, 0]) / logits.std(-1)).max().item()
+    if not regret < (PROBE_TOLERANCE if target.is_precise else NARROW_PROBE_TOLERANCE):
+        raise ValueError(
+            f"{type(target.model).__name__} does more than its output layer with its last hidden states ({regret:.2g} of its "
+            "best logit), so its labels would be wrong. Choose another target"
+        )
+
+
 def require_branch_attention(target: HFTarget, num_tokens: int) -> None:
     """Raise ValueError if texts of up to `num_tokens` tokens can't be labelled correctly.
 
@@ -224,7 +250,13 @@ def require_branch_attention(target: HFTarget, num_tokens: int) -> None:
         )
     require_plain_scores(target.model)
     windows = [window for window in attention_kinds(target.model).values() if window is not None and window < num_tokens]
-    _probe(target, max([PROBE_TOKENS, *(window + PROBE_TOKENS for window in windows)]))
+    try:
+        _probe(target, max([PROBE_TOKENS, *(window + PROBE_TOKENS for window in windows)]))
+    except (TypeError, AttributeError, LookupError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        name = type(target.model).__name__
+        raise ValueError(f"{name} can't decode branches ({type(error).__name__}: {error}){REMEDY}") from error
 
 
 @torch.inference_mode()

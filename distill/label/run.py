@@ -36,7 +36,7 @@ from ...models.llm.tensor_parallel import Worker
 from ..config import DistillConfig
 from ..plan import peak_memory_bytes, plan_sha256, plan_shards, run_shards, total
 from ..regenerate.engines.served_states import ServedStates, open_states
-from .continuations import LabelStats, label_continuations, require_branch_attention
+from .continuations import LabelStats, label_continuations, require_labels
 from .features import TextFeatures, require_features, require_space, start_storing
 from .sampled_labels import SampledLabels
 
@@ -88,9 +88,8 @@ def distill(
     dropped: Counter[str] = Counter()
     if examples is None:
         examples, dropped = load_examples(data, target, overlap)
-    if config.decodes_branches:
-        longest = max(len(example.input_ids) for example in examples)
-        require_branch_attention(target, longest + max(config.horizon - 2, 0))
+    longest = max(len(example.input_ids) for example in examples)
+    require_labels(target, longest + max(config.horizon - 2, 0), branches=config.decodes_branches)
     require_features(config, target)
     if config.label_temperature:
         target.require_plain_head("leave distill.label_temperature out")

@@ -254,16 +254,16 @@ def _ends_in_a_loop(record: EvalRecord) -> bool:
 
 
 def _steps_interval(records: Sequence[EvalRecord]) -> tuple[float, float] | None:
-    """Compute the 95 % interval of tokens per step over prompts.
+    """Compute the 95 % interval of tokens per step over the prompts whose answers took a step.
 
-    Returns None if a prompt's answers took no step.
+    Returns None for fewer than two of them.
     """
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for record in records:
         total = sums[record.prompt_id]
         total[:] = total[0] + record.num_verify_tokens, total[1] + record.num_steps
-    counts = np.array(list(sums.values()))
-    return stats.bootstrap(counts, stats.ratio, seed=0)[1] if counts[:, 1].all() else None
+    counts = np.array([total for total in sums.values() if total[1]])
+    return stats.bootstrap(counts, stats.ratio, seed=0)[1] if len(counts) else None
 
 
 def _speeds(plain: Sequence[EvalRecord], timed: Sequence[EvalRecord], *, noisy: bool, is_broken: bool, seed: int) -> Speeds:

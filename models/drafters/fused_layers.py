@@ -31,6 +31,10 @@ class FusedLayers(nn.Module):
 
     def choose_feature_layers(self, layers: list[int], num_layers: int) -> None:
         """Read the inputs of these layers. Raises ValueError for layers that the target lacks."""
+        if not num_layers:
+            raise ValueError(
+                "the target's layers can't be found in its model, and this drafter reads some; choose redrafter or medusa"
+            )
         if not all(layer < num_layers for layer in layers):
             raise ValueError(f"drafter.feature_layers is {layers}; the target has the layers 0 to {num_layers - 1}")
         self._feature_layers = tuple(layers)

@@ -69,6 +69,9 @@ OF_THE_TARGET = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.i
 EXPERTS = "layer.mlp.experts."
 PARTS_OF_EXPERTS = {f"{EXPERTS}gate_up_proj": ("gate_proj", "up_proj"), f"{EXPERTS}down_proj": ("down_proj",)}
 """Transformers has one tensor for all experts; in files each expert may have its own."""
+PACKED = ("qweight", "qzeros", "weight_packed")
+"""Last parts of the names of tensors that quantisers pack several numbers into."""
+WHOLE_NUMBERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 SCALES = ("_scale_inv", "_scale")
 """What the names of the scales of 8-bit floats end with."""
 SMALLEST_SCALE = 1e-12
@@ -201,6 +204,12 @@ def read_head(tensors: Tensors, stored: Stored, target: HFTarget) -> None:
     """
     where = str(next(iter(stored.values())).path.parent)
     head = find_head(stored, target, where)
+    packed = sorted(name for name in head.names if name.rpartition(".")[2] in PACKED or stored[name].dtype in WHOLE_NUMBERS)
+    if packed:
+        raise ValueError(
+            f"the MTP head in {where} is quantised ({packed[0]}, of {stored[packed[0]].dtype}), and only 8-bit floats are "
+            "dequantised. Choose another drafter, or set drafter.init=random"
+        )
     # 1. Check all names and shapes by the headers of the files.
     places = list(head.places(tensors))
     blocks = configured_blocks(target)
@@ -228,8 +237,6 @@ def _problems(place: Place, head: Head, stored: Stored, blocks: Blocks) -> Itera
     tensor, scale = stored[place.name], head.scale_of(place.name)
     if tensor.shape != place.shape:
         yield f"{place.name} is {tensor.shape}, not {place.shape}"
-    elif not tensor.dtype.is_floating_point:
-        yield f"{place.name} is quantised to {tensor.dtype}; only 8-bit floats are dequantised"
     elif (tensor.dtype.itemsize == 1) != (scale is not None):
         yield f"{place.name} has {'no scales' if scale is None else 'scales'}, and is of {tensor.dtype}"
     elif scale is not None:

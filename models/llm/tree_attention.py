@@ -27,6 +27,8 @@ STATE_KINDS = {"linear_attention": None, "conv": None, "hybrid": FULL}
 """Kinds of layers with a recurrent state, and the attention that they have beside it."""
 TOKEN_KINDS = {"mlp", "moe"}
 """Kinds of layers that read each token alone."""
+KINDS_WITHOUT_MASK = (*TOKEN_KINDS, "linear_attention", "conv", "mamba")
+"""Kinds of layers that look a mask up by their name, where there are several, and need none."""
 BIASED_MODELS = ("bloom", "mpt")
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
@@ -203,7 +205,7 @@ def masks_by_kind(
         else:
             mask = tree_attention_mask(lineage, lengths, extent, dtype, reach, queries)
         masks[kind] = split_mask(mask, num_parts) if num_parts > 1 else mask
-    return masks if len(masks) > 1 else next(iter(masks.values()))
+    return {**dict.fromkeys(KINDS_WITHOUT_MASK), **masks} if len(masks) > 1 else next(iter(masks.values()))
 
 
 # --- attention over grouped heads

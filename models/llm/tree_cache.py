@@ -164,10 +164,10 @@ class TreeCache(Cache):
             if is_alike and self._used[index] < len(buffer):
                 self._used[index] += 1
                 return index, self._used[index] - 1
-        # Most layers are alike: room for all that follow on this device.
+        # Most layers are alike: room for all that follow on this device. Layers of some kinds take more than two slots.
         num_layers = self._num_layers_on[states.device] if self._num_layers_on else self._num_present
         here = (used for used, buffer in zip(self._used, self._buffers, strict=True) if buffer.device == states.device)
-        shape = (2 * num_layers - sum(here), self.max_batch, num_heads, self.capacity, head_dim)
+        shape = (max(2, 2 * num_layers - sum(here)), self.max_batch, num_heads, self.capacity, head_dim)
         self._buffers.append(states.new_zeros(shape))  # masked columns must be finite: NaN times 0 is NaN
         self._used.append(1)
         return len(self._buffers) - 1, 0

@@ -65,7 +65,6 @@ def main(
         {
             "head": head,
             "tokens_per_step": round(row["tokens_per_step"], 3),
-            "interval": row["tokens_per_step_ci95"],
             "identical": row["lossless"],
         }
         for head, row in zip(drafters, summary, strict=True)

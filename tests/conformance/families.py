@@ -71,6 +71,11 @@ MAMBA = {
     "mamba_d_ssm": 64,
 }
 CONV = {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}
+CONV_AND_WINDOW = {
+    "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
+    "conv_L_cache": 3,
+    "sliding_window": 6,
+}
 PER_LAYER = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}
 
 BRANCHES: dict[str, dict[str, Any]] = {
@@ -138,7 +143,8 @@ ALONG_THE_TEXT: dict[str, dict[str, Any]] = {
     "bamba": MAMBA | {"attn_layer_indices": [1, 3]},
     "falcon_h1": MAMBA,
     "mamba2": {"state_size": 8, "num_heads": 8, "n_groups": 1, "conv_kernel": 3, "chunk_size": 8},
-    **dict.fromkeys(("lfm2", "lfm3"), CONV),
+    "lfm2": CONV,
+    "lfm3": CONV_AND_WINDOW,
     "lfm2_moe": CONV | EXPERTS,
     "zamba2": {
         "layers_block_type": ["mamba", "hybrid"] * 2,
@@ -174,6 +180,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "cache of its own",
     ),
     "zaya": ({}, "doesn't accept 4-D masks"),
+    "qwen4_exp_text": (
+        {
+            **(EXPERTS | LINEAR),
+            "shared_expert_intermediate_size": 24,
+            "hc_count": 2,
+            "hc_lowrank": 8,
+            "ple_embed_dim": 32,
+            "ngram_size": 3,
+            "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 64,
+            "make_ngram_vocab_size_divisible_by": 4,
+            "split_ngram_parts": 2,
+            "indexer_n_heads": 4,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 8,
+            "indexer_budget": 16,
+            "indexer_compress_ratio": 4,
+        },
+        "doesn't accept 4-D masks",
+    ),
+    **dict.fromkeys(("inkling_text", "inkling2_text"), ({}, "layers of type hybrid_sliding")),
     "deepseek_v4": (EXPERTS, "layers of type compressed_sparse_attention"),
 }
 """Families that don't decode, and a part of the error."""

@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -24,7 +26,7 @@ from outrider.data.stdlib import Cuts, code_conversations
 from outrider.data.types import UNKNOWN
 from outrider.distill.label import branch_attention, continuations
 from outrider.distill.label.branch_attention import BranchCache
-from outrider.distill.label.continuations import label_continuations, require_branch_attention
+from outrider.distill.label.continuations import label_continuations, require_branch_attention, require_labels
 from outrider.models.llm.hf_target import HFTarget
 
 from ...host_reads import HostReads, ScalarReads
@@ -288,3 +290,30 @@ def test_a_target_that_ignores_keyword_arguments_is_an_error(make_target: MakeTa
 def test_special_tokens_that_were_hardly_trained_are_no_wrong_structure(noise: float) -> None:
     """Rounding changes their states by far more than those of ordinary tokens."""
     require_branch_attention(test_probe.make_target(torch.bfloat16, noise, special_noise=0.5), 32)
+
+
+def test_a_model_that_does_more_than_its_head_is_refused_along_the_text_too(make_target: MakeTarget) -> None:
+    torch.manual_seed(0)
+    config = BertConfig(**{**SIZES, "num_hidden_layers": 2}, is_decoder=True)
+    target = make_target(BertLMHeadModel(config))
+    for branches in (False, True):
+        with pytest.raises(ValueError, match="does more than its output layer .* Choose another target"):
+            require_labels(target, 20, branches=branches)
+    require_labels(make_target("llama"), 20, branches=False)
+
+
+def test_an_attention_that_fails_on_branches_is_an_error_with_its_remedy(make_target: MakeTarget) -> None:
+    target = make_target("llama")
+    attention = target.model.base_model.layers[1].self_attn
+    forward = attention.forward
+
+    def fail_on_branches(hidden_states: torch.Tensor, **kwargs: object) -> tuple[torch.Tensor, None]:
+        if kwargs.get("branches") is not None:
+            raise TypeError("unsupported operand")
+        return forward(hidden_states, **kwargs)
+
+    attention.forward = fail_on_branches
+    with pytest.raises(
+        ValueError, match=r"can't decode branches \(TypeError: unsupported operand\); set distill.branches=false"
+    ):
+        require_branch_attention(target, 20)

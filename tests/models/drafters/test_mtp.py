@@ -86,8 +86,8 @@ def refusal(folder) -> str:
         ({"mtp.gate.weight": torch.ones(2)}, "unknown mtp.gate.weight"),
         ({"mtp.norm.weight": torch.ones(3)}, r"mtp.norm.weight is (3,), not (32,)"),
         ({"mtp.norm.weight": torch.full((32,), torch.nan)}, "final_norm.weight has numbers that aren't finite"),
-        ({"mtp.fc.weight": torch.ones(32, 64, dtype=torch.int8)}, "mtp.fc.weight is quantised to torch.int8"),
-        ({"mtp.fc.qweight": torch.ones(32, 64, dtype=torch.int32)}, "unknown mtp.fc.qweight"),
+        ({"mtp.fc.weight": torch.ones(32, 64, dtype=torch.int8)}, "is quantised (mtp.fc.weight, of torch.int8)"),
+        ({"mtp.fc.qweight": torch.ones(32, 64, dtype=torch.int32)}, "is quantised (mtp.fc.qweight, of torch.int32)"),
     ],
 )
 def test_a_head_that_cant_be_read_is_one_error_that_names_a_tensor_and_a_remedy(tensors, message, tmp_path):
