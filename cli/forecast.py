@@ -176,10 +176,16 @@ def plan_sample(config: RunConfig, planner: Planner, *, seconds: float, minutes:
             f"minutes is {minutes:g}, in which {max(0, num_texts)} texts can be labelled and learned from; a forecast from "
             f"fewer than {needed} can't be trusted. Set --minutes {longer}"
         )
+    if label_seconds:
+        of_texts, labels_per_text = texts.num_texts, texts.positions_per_text
+    else:
+        manifest = label_store(Path(config.output_dir) / "distill").load()
+        of_texts = sum(len(entry.ids) for entry in manifest.shards)
+        labels_per_text = manifest.num_labels / of_texts
     return Sample(
-        num_texts=num_texts,
-        of_texts=texts.num_texts,
-        labels_per_text=texts.positions_per_text,
+        num_texts=min(num_texts, of_texts),
+        of_texts=of_texts,
+        labels_per_text=labels_per_text,
         is_labelled=not label_seconds,
     )
 

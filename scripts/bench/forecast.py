@@ -47,7 +47,8 @@ def rows_of(pair: str) -> Iterator[dict[str, Any]]:
             "labels": round(record["total_labels"] * share),
             **compared(one["tokens_per_step"][str(share)], tokens_per_step, ""),
         }
-        yield row | (compared(one["speedup"]["1"], speedup, " speedup") if share == 1 else {})
+        cells = compared(one["speedup"]["1"], speedup, " speedup")
+        yield row | (cells if share == 1 else dict.fromkeys(cells, "-"))
 
 
 def measured_of(summary: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
@@ -80,7 +81,7 @@ def compared(forecast: list[float], measured: float, what: str) -> dict[str, Any
 
 def summary_of(rows: list[dict[str, Any]], what: str) -> dict[str, Any]:
     """Return how many measurements their 90 % intervals hold, and the median size of the error."""
-    found = [row for row in rows if f"held{what}" in row]
+    found = [row for row in rows if row[f"held{what}"] != "-"]
     errors = [abs(row[f"error{what}"]) for row in found]
     return {
         "rows": len(found),

@@ -81,6 +81,7 @@ def test_labels_of_the_recipe_are_used_and_stay(overrides, tmp_path, capsys):
     record = json.loads((tmp_path / "run" / FOLDER / FILE).read_text())
     assert record["num_labels"][-1] <= before.num_labels
     assert set(record["seconds"]) == {"train"}
+    assert record["total_labels"] == before.num_labels
 
 
 def test_too_little_time_is_an_error_that_names_the_time_that_is_enough(overrides, tmp_path, monkeypatch):
