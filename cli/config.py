@@ -284,7 +284,7 @@ class ForecastOptions:
 
     The target labels a small part of the data, each drafter learns from three sizes of it, and its curve is
     continued to the whole recipe. Steps are timed at several batch sizes. Nothing of the recipe's own folder
-    changes; what was measured stays in its subfolder forecast, so the same command resumes.
+    changes but its subfolder forecast. An interrupted forecast starts again.
     """
 
     conf: list[str] = field(default_factory=list)

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -49,7 +50,7 @@ from ..eval.forecast.result import (
     is_noisy,
     verdict,
 )
-from ..eval.measure.environment import describe_environment
+from ..eval.measure.environment import describe_environment, within_memory
 from ..eval.measure.methods import Settings, acceptance_rule, method_specs, proposer
 from ..eval.measure.plan import require_room
 from ..eval.records.names import PLAIN_DECODING
@@ -63,7 +64,7 @@ from ..train.config import TrainConfig
 from ..train.processes import make_accelerator
 from ..train.run import train
 from .config import RunConfig
-from .errors import silence_bars
+from .errors import silence_bars, starts_again
 from .plan import Planner, format_time
 from .run import check_training, configure_logging, distil, prompt_overlap, require_inputs
 
@@ -112,7 +113,8 @@ def forecast(config: RunConfig, minutes: float) -> None:
         planner = Planner(config, target, Path(config.output_dir), accelerator, Path(scratch))
         planner.print(prompt_overlap(config), None)
     folder = Path(config.output_dir) / FOLDER
-    with locked(folder):
+    with locked(folder), starts_again("forecast"):
+        remove_folders(folder)  # of an interrupted forecast
         # 2. Labels of a few texts, and drafters that learn from parts of them.
         sample = plan_sample(config, planner, seconds=ends - time.monotonic(), minutes=minutes)
         shards = label_sample(config, sample, target, folder / "labels", accelerator)
@@ -126,9 +128,13 @@ def forecast(config: RunConfig, minutes: float) -> None:
         forecasts = foresee(measured, total_labels, MULTIPLES, seed=config.seed)
         print_forecast(config, measured, forecasts, total_labels, sum(planner.seconds.values()), Console())
         write_json(folder / FILE, record_of(measured, forecasts, total_labels, planner))
-        for part in folder.iterdir():
-            if part.is_dir():
-                shutil.rmtree(part)
+        remove_folders(folder)
+
+
+def remove_folders(folder: Path) -> None:
+    """Remove the folders of labels and short trainings, if there are any."""
+    for part in [part for part in folder.iterdir() if part.is_dir()]:
+        shutil.rmtree(part)
 
 
 # --- the sample
@@ -316,7 +322,14 @@ def measure(
     ends = time.monotonic() + STEPS_SHARE * seconds
     for size, larger in zip(sizes, [*sizes[1:], None], strict=True):
         began = time.monotonic()
-        timed[size] = step_seconds(target, proposers, rules[temperatures[0]], prompts, batch_size=size, max_new_tokens=tokens)
+        options_of_steps: dict[str, Any] = {"batch_size": size, "max_new_tokens": tokens}
+        step = partial(step_seconds, target, proposers, rules[temperatures[0]], prompts, **options_of_steps)
+        if (seconds_of_size := within_memory(step, target)) is None:
+            if not timed:
+                raise ValueError(f"batches of {size} run out of memory; load the target in a narrower type (target.dtype)")
+            log.warning("steps of batches of %d run out of memory, and aren't timed", size)
+            break
+        timed[size] = seconds_of_size
         now = time.monotonic()
         if larger is not None and now + (now - began) * larger / size > ends:
             log.warning("steps of batches above %d would take longer than the time that is left; raise --minutes", size)

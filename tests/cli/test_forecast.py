@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from outrider.cli import forecast, samples
 from outrider.cli.compose import forecast_command, load_recipe
@@ -44,6 +45,9 @@ def overrides(tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_recipe_is_forecast_from_a_part_of_it(overrides, tmp_path, capsys):
+    left = tmp_path / "run" / FOLDER / "labels" / "distill" / "shard-00000.json"  # of a killed forecast
+    left.parent.mkdir(parents=True)
+    left.write_text("{}")
     forecast_command([*overrides, "--minutes", "3"])
     # 1. The page.
     printed = capsys.readouterr().out
@@ -93,6 +97,21 @@ def test_too_little_time_is_an_error_that_names_the_time_that_is_enough(override
     with pytest.raises(ValueError, match=r"minutes is 1, in which 0 texts .* can't be trusted. Set --minutes \d+"):
         forecast_command([*overrides, "--minutes", "1"])
     assert not (tmp_path / "run" / FOLDER / FILE).exists()
+
+
+def test_memory_that_runs_out_leaves_larger_batches_out(overrides, tmp_path, monkeypatch, capsys):
+    timed = forecast.step_seconds
+
+    def small_memory(*arguments, batch_size, **options):
+        if batch_size > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return timed(*arguments, batch_size=batch_size, **options)
+
+    monkeypatch.setattr(forecast, "step_seconds", small_memory)
+    forecast_command(overrides)
+    assert "batch 2" not in capsys.readouterr().out
+    record = json.loads((tmp_path / "run" / FOLDER / FILE).read_text())
+    assert [*record["step_seconds"]] == ["1"]
 
 
 @pytest.mark.parametrize(
