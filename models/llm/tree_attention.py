@@ -205,7 +205,7 @@ def masks_by_kind(
         else:
             mask = tree_attention_mask(lineage, lengths, extent, dtype, reach, queries)
         masks[kind] = split_mask(mask, num_parts) if num_parts > 1 else mask
-    return {**dict.fromkeys(KINDS_WITHOUT_MASK), **masks} if len(masks) > 1 else next(iter(masks.values()))
+    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 # --- attention over grouped heads

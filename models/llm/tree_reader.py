@@ -14,7 +14,7 @@ from ..decoding.types import Counts
 from .frozen_model import context_length
 from .recurrent_states import Mixer, RecurrentStates, find_mixers
 from .split_attention import choose_num_parts
-from .tree_attention import attention_kinds, grouped_heads, masks_by_kind, require_tree_attention
+from .tree_attention import KINDS_WITHOUT_MASK, attention_kinds, grouped_heads, masks_by_kind, require_tree_attention
 from .tree_cache import TreeCache, extent_step
 
 Output = TypeVar("Output")
@@ -129,6 +129,8 @@ class TreeReader:
                 return run(attention_mask=None, **arguments)
         num_parts = self.num_parts(cache)
         masks = masks_by_kind(self.kinds, lineage, lengths, cache.extent, self.model.dtype, unread, num_parts)
+        if isinstance(masks, dict):
+            masks = dict.fromkeys(KINDS_WITHOUT_MASK) | masks
         with reading, grouped_heads(self.model):
             return run(attention_mask=masks, **arguments)
 
