@@ -53,6 +53,8 @@ def adopt_command(options: AdoptOptions) -> None:
     from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config, require_recorded_weights
 
     # 1. Both drafters, and what was measured of them.
+    if Path.cwd().is_relative_to(options.old.resolve()):
+        raise ValueError(f"old is {options.old}, which is or contains the current folder; change to another folder")
     for folder in (options.old, options.new):
         read_drafter_config(folder)
         require_recorded_weights(folder)

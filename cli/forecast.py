@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -84,9 +85,10 @@ SMALLER_STEPS = 4
 MULTIPLES = (0.5, 1.0, 2.0)
 """Of the recipe's data, for which the curve is continued."""
 BATCH_SIZES = (1, 4, 16)
-MOST_PROMPTS, MOST_TOKENS, DECODED_TOGETHER = 64, 128, 8
+LEAST_PROMPTS, MOST_PROMPTS, MOST_TOKENS, DECODED_TOGETHER = 4, 64, 128, 8
 """Prompts that are decoded, tokens of their answers, and prompts of a batch."""
-MOST_SHARDS = 4
+MOST_SHARDS, READ_SHARDS = 4, 16
+"""Shards that a part is written to, and shards that the texts are drawn from."""
 WIDTH, MOST_GROUPS = 80, 8
 
 
@@ -109,6 +111,12 @@ def forecast(config: RunConfig, minutes: float) -> None:
     require_openings(config.data, target)
     context_length = check_training(config, target, accelerator)
     require_room(config.eval, suites, target.tokenizer, context_length)
+    prompts = draw_prompts(suites, target, context_length - config.eval.max_new_tokens, MOST_PROMPTS, seed=config.seed)
+    if len(prompts) < LEAST_PROMPTS:
+        raise ValueError(
+            f"eval.suites has {len(prompts)} prompt(s), and a forecast from fewer than {LEAST_PROMPTS} can't be trusted; raise "
+            "the limit of a suite, or add one"
+        )
     with TemporaryDirectory() as scratch:
         planner = Planner(config, target, Path(config.output_dir), accelerator, Path(scratch))
         planner.print(prompt_overlap(config), None)
@@ -120,8 +128,6 @@ def forecast(config: RunConfig, minutes: float) -> None:
         shards = label_sample(config, sample, target, folder / "labels", accelerator)
         trained = [train_part(config, part, sample, shards, target, folder, accelerator) for part in SIZES]
         # 3. What they and plain decoding do with the evaluation's prompts.
-        room = context_length - config.eval.max_new_tokens
-        prompts = draw_prompts(suites, target, room, MOST_PROMPTS, seed=config.seed)
         measured = measure(config, trained, target, prompts, seconds=ends - time.monotonic())
         # 4. Their curves, continued.
         total_labels = sample.of_texts * sample.labels_per_text
@@ -225,10 +231,13 @@ def train_part(
     # 1. Shards of the first texts.
     manifest, num_texts = label_store(labels).load(), max(1, round(sample.num_texts * part))
     shards, examples = folder / f"{num_texts}_texts", list[DistilledExample]()
-    for entry in manifest.shards:
-        if len(examples) < num_texts:
-            examples += read_shard(labels, entry)
-    examples = examples[:num_texts]
+    # Texts of different sources may stand in different shards.
+    random = Random(config.seed)
+    chosen = random.sample(manifest.shards, min(len(manifest.shards), READ_SHARDS))
+    for entry in chosen:
+        read = read_shard(labels, entry)
+        examples += random.sample(read, min(len(read), math.ceil(sample.num_texts / len(chosen))))
+    examples = random.sample(examples, len(examples))[:num_texts]
     shards.mkdir(parents=True, exist_ok=True)
     size = math.ceil(len(examples) / MOST_SHARDS)
     starts = range(0, len(examples), size)
@@ -322,7 +331,8 @@ def measure(
     ends = time.monotonic() + STEPS_SHARE * seconds
     for size, larger in zip(sizes, [*sizes[1:], None], strict=True):
         began = time.monotonic()
-        options_of_steps: dict[str, Any] = {"batch_size": size, "max_new_tokens": tokens}
+        free = [label for label, trained in is_trained.items() if not trained]
+        options_of_steps: dict[str, Any] = {"batch_size": size, "max_new_tokens": tokens, "uneven": free}
         step = partial(step_seconds, target, proposers, rules[temperatures[0]], prompts, **options_of_steps)
         if (seconds_of_size := within_memory(step, target)) is None:
             if not timed:
@@ -342,6 +352,7 @@ def measure(
         certainty=certainty,
         seconds=timed,
         max_new_tokens=config.eval.max_new_tokens,
+        num_decoded=tokens,
     )
 
 
@@ -363,6 +374,8 @@ def print_forecast(
         at = "greedy" if temperature == 0 else f"temperature {temperature:g}"
         # 1. What the target leaves to be won.
         table = table_of(f"How certain the target is ({at})", "category", "tokens", "entropy", f"p >= {SURE}", *free)
+        names = ", ".join(suite.name for suite in config.eval.suites)
+        console.print(f"{len(measured.prompts)} prompts, first turns, of {escape(names)}.", soft_wrap=True)
         groups = certainty_groups(measured, temperature, free)
         for group in [*groups[:-1][:MOST_GROUPS], groups[-1]]:
             numbers = (f"{group.num_tokens}", f"{group.entropy:.2f}", f"{group.certain:.0%}")
@@ -398,8 +411,10 @@ def print_forecast(
             soft_wrap=True,
         )
     hours = ", ".join(f"{multiple:g}x the data {format_time(seconds * multiple)}" for multiple in MULTIPLES)
-    console.print(f"Labels and training: {hours}.", soft_wrap=True)
-    console.print(f"[bold]{escape(verdict(forecasts, config.eval.temperatures[0]))}[/]", soft_wrap=True)
+    console.print(f"What is left of labels and training: {hours}.", soft_wrap=True)
+    for temperature in config.eval.temperatures if not is_noisy(measured) else ():
+        at = f"At temperature {temperature:g}: " if len(config.eval.temperatures) > 1 else ""
+        console.print(f"[bold]{at}{escape(verdict(forecasts, temperature))}[/]", soft_wrap=True)
 
 
 def table_of(title: str, first: str, *columns: str) -> Table:
@@ -426,6 +441,8 @@ def record_of(measured: Measured, forecasts: Sequence[MethodForecast], total_lab
         "num_labels": measured.num_labels,
         "num_prompts": len(measured.prompts),
         "forecasts": [asdict(one) for one in forecasts],
+        "is_noisy": is_noisy(measured),
+        "verdicts": {temperature: verdict(forecasts, temperature) for temperature in measured.certainty},
         "environment": asdict(describe_environment(target.device, target.linears)),
         "step_seconds": {size: {label: asdict(one) for label, one in by.items()} for size, by in measured.seconds.items()},
     }

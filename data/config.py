@@ -23,7 +23,7 @@ TEACHER_TEMPERATURE = (
 """Error of a loss whose two sources have different temperatures."""
 
 
-SELF = "self"
+SELF, TRAFFIC = "self", "openai"
 SOURCES = ("messages", "sharegpt", "alpaca", "completion", "openai", "tokens", "text", "stdlib", SELF)
 """The forms of records (see `forms`), Python's standard library, and questions of the target's own."""
 MAX_TURNS, QUESTION_TEMPERATURE = 32, 0.8
@@ -165,6 +165,11 @@ class DataConfig(DataSource):
         if wrong := [name for name in self.template_options if not name.isidentifier()]:
             problems.append(f"template_options has {wrong[0]!r}; names of variables have letters, digits and _")
         raise_problems(problems)
+
+    @property
+    def is_private(self) -> bool:
+        """Whether texts are logged traffic, of which nothing is shown."""
+        return any(source.source == TRAFFIC for source in self.all_sources)
 
     @property
     def all_sources(self) -> list[DataSource]:

@@ -43,6 +43,8 @@ class Conversation:
     """A conversation that a chat template has written already."""
     tokens: tuple[Sequence[int], bytes] | None = None
     """Token ids, and 1 for each one that is trained, else 0."""
+    is_private: bool = False
+    """Whether it is logged traffic, of which nothing is shown."""
 
 
 NO_ANSWER = "no assistant turn"

@@ -55,7 +55,8 @@ def encode_conversations(
             texts = finder.texts(conversation, train_on)
             if isinstance(texts, str):
                 if not dropped[texts]:
-                    logger.warning("a dropped conversation, %s: %s: %s", conversation.id, texts, _shown(conversation))
+                    shown = "" if conversation.is_private else f": {_shown(conversation)}"
+                    logger.warning("a dropped conversation, %s: %s%s", conversation.id, texts, shown)
                 dropped[texts] += 1
                 continue
             # All numbers are written, so that no two ids are equal.

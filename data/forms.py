@@ -14,7 +14,7 @@ from typing import Any
 
 from .conversations import Conversation, Role, Turn, has_surrogate, text_of
 from .fields import MAX_COUNT
-from .traffic import anonymous, chat_of
+from .traffic import anonymous, chat_of, without_private
 
 ROLES: dict[str, Role] = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -358,15 +358,24 @@ def _parse_openai(record: Any, notes: Counter[str]) -> Parsed:
     chat = chat_of(record) if isinstance(record, dict) else NO_OBJECT
     if isinstance(chat, str):
         return chat
-    parsed = _parse_list("messages", chat, notes)
+    own: Counter[str] = Counter()
+    parsed = _parse_list("messages", chat, own)
+    notes.update({without_private(note, set()): count for note, count in own.items()})
     if isinstance(parsed, str):
-        return parsed
+        return without_private(parsed, set())
     conversation, found = anonymous(parsed)
     notes.update(f"texts with what looks like a private {name}: replaced by [{name}]" for name in found)
     return conversation
 
 
 FORMS = {
+    "openai": Form(
+        needs=("request|kwargs|body|messages", "response|choices|completion|output"),
+        uses=SHARED_KEYS,
+        example='{"request": {"messages": [{"role": "user", "content": TEXT}]}, "response": {"choices": [{"message": '
+        '{"role": "assistant", "content": TEXT}}]}}',
+        parse=_parse_openai,
+    ),
     "messages": Form(
         needs=("messages",),
         uses=SHARED_KEYS,
@@ -402,13 +411,6 @@ FORMS = {
         uses=ID_KEYS,
         example='{"text": TEXT}',
         parse=_parse_text,
-    ),
-    "openai": Form(
-        needs=("request|kwargs|body|messages", "response|choices|completion|output"),
-        uses=SHARED_KEYS,
-        example='{"request": {"messages": [{"role": "user", "content": TEXT}]}, "response": {"choices": [{"message": '
-        '{"role": "assistant", "content": TEXT}}]}}',
-        parse=_parse_openai,
     ),
 }
 """The forms of records by their name in `data.source`, in the order in which they are tried."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .config import DataConfig, DataSource, Split
+from .config import TRAFFIC, DataConfig, DataSource, Split
 from .conversations import NO_ANSWER, Conversation, has_surrogate, is_unanswered
 from .forms import FORMS, ID_KEYS, form_of
 from .raw_records import SUFFIXES, SURE_SUFFIXES, is_local, load_records, local_files
@@ -257,7 +257,10 @@ def _parsed(
         if isinstance(conversation, str):
             dropped[conversation] += 1
         else:
-            yield replace(conversation, id=_unique_id(record, f"{name}:{index}", seen), source=path)
+            location = f"{name}:{index}"
+            # A log's own ids may be private, and nothing needs them.
+            id = location if source.source == TRAFFIC else _unique_id(record, location, seen)
+            yield replace(conversation, id=id, source=path)
 
 
 def _records(source: DataSource, path: str) -> Iterable[Any]:

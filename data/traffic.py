@@ -3,6 +3,7 @@
 Replacing is by patterns, so it is no guarantee: names, postal addresses and secrets without a known form stay.
 """
 
+import ipaddress
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,35 +31,56 @@ def _is_account(match: re.Match[str]) -> bool:
     return int("".join(str(int(letter, 36)) for letter in text[4:] + text[:4])) % 97 == 1
 
 
+def _is_address(match: re.Match[str]) -> bool:
+    """Check that it is the address of a computer, and not of this one or of none."""
+    try:
+        address = ipaddress.ip_address(match[0])
+    except ValueError:
+        return False
+    return not (address.is_loopback or address.is_unspecified)
+
+
+def _has_letter(match: re.Match[str]) -> bool:
+    """Check that a secret's value has a letter: limits of tokens are numbers."""
+    return re.search("[A-Za-z]", re.split(r"[:=>]\s*|\bis ", match[0])[-1]) is not None
+
+
 def _is_mixed(match: re.Match[str]) -> bool:
     """Check that a long word has small and capital letters and digits: no word of a language has."""
     return all(re.search(kind, match[0]) for kind in ("[a-z]", "[A-Z]", "[0-9]"))
 
 
-SECRET_WORDS, SPACE = "(?:password|passwd|passphrase|pwd|secret|token|api[_-]?key|access[_-]?key)", r"\s{0,3}"
-QUOTED, WITH_DIGIT = r"[\"'][^\s\"']{4,}[\"']", r"(?=[^\s\"',;]{0,200}\d)[^\s\"',;()]{4,}"
+PASSWORDS = "(?:passwords?|passwd|passphrase|pwd)"
+SECRETS = "(?:secret|token|api[_-]?key|access[_-]?key|private[_-]?key)"
+SIGN, QUOTED = r"[\"'\\]{0,2}\s{0,3}(?:=>|[:=]|is:|>|is(?= \S*\d))\s{0,3}", r"\\?[\"'][^\"'\n]{4,200}[\"']"
+NAME = "[A-Za-z0-9_-]"
 PRIVATE: tuple[tuple[str, re.Pattern[str], Callable[[re.Match[str]], bool]], ...] = tuple(
     (name, re.compile(pattern), check or (lambda match: True))
     for name, pattern, check in (
-        ("key", r"-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----[^-]{0,20000}(?:-----END [A-Z ]{0,20}PRIVATE KEY-----)?", None),
-        ("key", r"\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{30,}", None),
-        ("key", r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|xox[abeprs]-|npm_|pypi-)[\w-]{10,}", None),
-        ("key", r"\beyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?", None),
-        ("key", r"(?i)(?<=\bbearer )[\w.~+/-]{12,}=*", None),
+        ("key", r"(?s)-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z ]{0,30}-----|\Z)", None),
         (
-            "password",
-            f"(?i)(?<![a-z]){SECRET_WORDS}[\"']?(?:{SPACE}[:=]| is){SPACE}(?:{QUOTED}|{WITH_DIGIT})",
+            "key",
+            rf"\b(?:sk|pk|rk|whsec)[-_](?={NAME}{{0,60}}\d){NAME}{{16,}}|\b(?:AKIA|ASIA)[0-9A-Z]{{16}}\b|\bAIza[\w-]{{30,}}",
             None,
         ),
-        ("address", r"\b[a-z][a-z0-9+.-]{1,20}://[^\s/@:]{1,100}:[^\s/@]{1,100}@", None),
-        ("e-mail", r"[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63}){1,5}", None),
-        ("address", r"(?<![\w.])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\w.]*\d)", None),
-        ("address", r"(?<![\w:])(?:[0-9a-fA-F]{1,4}:){4,7}[0-9a-fA-F]{0,4}(?![\w:])", None),
+        (
+            "key",
+            r"\b(?:gh[pousr]_|hf_|npm_)[A-Za-z0-9]{10,}|\b(?:github_pat_|glpat-|xox[abeprs]-|pypi-|ya29\.)[\w-]{10,}",
+            None,
+        ),
+        ("key", r"(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?|\bhooks\.slack\.com/services/[\w/]{8,}", None),
+        ("key", r"(?i)(?<=\bbearer )(?=[\w.~+/-]{0,200}\d)[\w.~+/-]{12,}=*|(?<=\bAuthorization: Basic )[\w+/-]{6,}=*", None),
+        ("password", rf"(?i){PASSWORDS}{SIGN}(?:{QUOTED}|[^\s\"',;()<>]{{4,}})|--password[ =]\S{{4,}}", None),
+        ("password", rf"(?i)(?<![a-z]){SECRETS}{SIGN}(?:{QUOTED}|(?=[\w+/=-]{{0,200}}\d)[\w+/=-]{{8,}})", _has_letter),
+        ("address", r"\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@]{0,100}:[^\s/]{1,100}@", None),
+        ("e-mail", r"[\w.+-]{1,64}@(?:[\w-]{1,63}\.){1,5}[A-Za-z]{2,24}\b(?!\()", None),
+        ("address", r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.]*\d)", _is_address),
+        ("address", r"(?<![\w:.])(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?![\w:])", _is_address),
         ("number", r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){3,7}(?: ?[A-Z0-9]{1,3})?\b", _is_account),
-        ("number", r"(?<![\w.])\d(?:[ -]?\d){12,18}(?![\w.]*\d)", _is_card),
-        ("number", r"(?<!\w)\+\d(?:[ ()./-]{0,2}\d){7,14}(?!\d)", None),
-        ("key", r"\b[0-9a-fA-F]{32,}\b", None),
-        ("key", r"\b[A-Za-z0-9_-]{32,}(?![\w-])", _is_mixed),
+        ("number", r"(?<![\w.])[1-9](?:[ -]?\d){12,18}(?![\w.]*\d)", _is_card),
+        ("number", r"(?<!\w)\+\d\d(?:[ ()./-]{0,2}\d){7,13}(?!\d)", None),
+        ("key", r"(?<![0-9A-Za-z])[0-9a-fA-F]{32,}+(?![0-9A-Za-z])", None),
+        ("key", rf"(?<!{NAME}){NAME}{{32,}}+(?!\w)", _is_mixed),
     )
 )
 """What looks private: a name, a pattern whose time is linear in the text, and a check of what it finds."""
@@ -86,25 +108,49 @@ def anonymous(conversation: Conversation) -> tuple[Conversation, set[str]]:
             role=turn.role,
             content=without_private(turn.content, found),
             reasoning=None if turn.reasoning is None else without_private(turn.reasoning, found),
-            tool_calls=_clean(turn.tool_calls, found),
-            name=turn.name,
+            tool_calls=[_clean_call(call, found) for call in turn.tool_calls],
+            name=None if turn.name is None else without_private(turn.name, found),
             tool_call_id=turn.tool_call_id,
             trained=turn.trained,
         )
         for turn in conversation.turns
     )
-    return replace(conversation, turns=turns, tools=_clean(conversation.tools, found)), found
+    # A schema's keys name what a call may have, not what it has.
+    return replace(conversation, turns=turns, tools=_clean_schemas(conversation.tools, found), is_private=True), found
+
+
+def _clean_schemas(value: Any, found: set[str]) -> Any:
+    """Clean the texts in the schemas of functions."""
+    if isinstance(value, Mapping):
+        return {name: _clean_schemas(part, found) for name, part in value.items()}
+    return [_clean_schemas(part, found) for part in value] if isinstance(value, list | tuple) else _clean(value, found)
 
 
 def _clean(value: Any, found: set[str]) -> Any:
-    """Clean the texts in a value as JSON has them. The ids of calls stay, which results refer to."""
+    """Clean the texts and numbers in a value as JSON has them, by the names of their keys, too."""
     if isinstance(value, str):
         return without_private(value, found)
     if isinstance(value, Mapping):
-        return {name: part if name == "id" else _clean(part, found) for name, part in value.items()}
+        return {without_private(str(name), found): _of_key(str(name), part, found) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return [_clean(part, found) for part in value]
+    if isinstance(value, int) and not isinstance(value, bool):
+        text = without_private(str(value), found)
+        return value if text == str(value) else text
     return value
+
+
+def _of_key(name: str, value: Any, found: set[str]) -> Any:
+    """Clean the value of a key. A password has no form of its own."""
+    if isinstance(value, str | int) and not isinstance(value, bool) and re.search(PASSWORDS, name, re.IGNORECASE):
+        found.add("password")
+        return "[password]"
+    return _clean(value, found)
+
+
+def _clean_call(call: Mapping[str, Any], found: set[str]) -> dict[str, Any]:
+    """Clean a call; its id stays, which its result refers to."""
+    return {name: part if name == "id" else _clean(part, found) for name, part in call.items()}
 
 
 def chat_of(record: Mapping[str, Any]) -> dict[str, Any] | str:

@@ -98,7 +98,7 @@ def distill(
     manifest = describe_labels(config, data, target, plan)
     data_facts = describe_data(data, target.tokenizer.chat_template, overlap)
     store.require_same(manifest, data_facts)
-    if store.missing(plan):
+    if store.missing(plan) and not data.is_private:
         text = preview(examples[0], target.tokenizer)
         logger.info("the first example, with what is trained on between %s and %s:\n%s", *MARKS, text)
     require_space(config, target, store.missing(plan), output_dir)

@@ -1,11 +1,11 @@
 """What the forecast measures on the prompts of the evaluation: text, tokens per step, and seconds of a step."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from random import Random
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +22,8 @@ from ...models.drafters import NullDrafter
 from ...models.llm.hf_target import HFTarget
 from ...models.machine import synchronize
 
-WARM_UP_STEPS, TIMED_STEPS, TURNS = 2, 8, 3
-"""Steps of a turn that aren't timed, those that are, and turns of each drafter."""
+WARM_UP_STEPS, TIMED_STEPS, UNEVEN_STEPS, TURNS = 2, 8, 48, 3
+"""Steps of a turn that aren't timed, those that are, those of drafters whose steps differ, and turns of each drafter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,16 +153,18 @@ def step_seconds(
     *,
     batch_size: int,
     max_new_tokens: int,
+    uneven: Collection[str] = (),
 ) -> dict[str, StepSeconds]:
     """Time some steps of each drafter in turns, so that a slow minute of the machine slows all of them.
 
-    The batch has `batch_size` rows; prompts are repeated if there are fewer.
+    The batch has `batch_size` rows; prompts are repeated if there are fewer. Steps of `uneven` drafters differ with the
+    text, which lookups find nothing in at first: they take more steps, and the mean counts.
     """
     batch = list(islice(cycle(prompts), batch_size))
     turns: dict[str, list[Turn]] = {name: [] for name in drafters}
     for _ in range(TURNS):
         for name, drafter in drafters.items():
-            turns[name].append(_time_turn(target, drafter, rule, batch, max_new_tokens))
+            turns[name].append(_time_turn(target, drafter, rule, batch, max_new_tokens, is_uneven=name in uneven))
     return {
         name: StepSeconds(
             steps=[turn.step for turn in timed],
@@ -182,12 +184,18 @@ class Turn(NamedTuple):
 
 
 def _time_turn(
-    target: HFTarget, drafter: Drafter[Any, Any], rule: AcceptanceRule, batch: Sequence[ForecastPrompt], max_new_tokens: int
+    target: HFTarget,
+    drafter: Drafter[Any, Any],
+    rule: AcceptanceRule,
+    batch: Sequence[ForecastPrompt],
+    max_new_tokens: int,
+    *,
+    is_uneven: bool,
 ) -> Turn:
     stream = _generate(target, drafter, rule, batch, range(len(batch)), max_new_tokens, stop_ids=(), timed=True)
     wall, drafted = list[float](), list[float]()
     last = time.perf_counter()
-    for step in islice(stream, 1 + WARM_UP_STEPS + TIMED_STEPS):
+    for step in islice(stream, 1 + WARM_UP_STEPS + (UNEVEN_STEPS if is_uneven else TIMED_STEPS)):
         synchronize(target.device)
         now = time.perf_counter()
         if len(step.rows) < len(batch):
@@ -196,4 +204,5 @@ def _time_turn(
         drafted.append(0.0 if step.seconds is None else step.seconds.draft)
         last = now
     first = min(1 + WARM_UP_STEPS, len(wall) - 1)  # answers of few tokens have few steps
-    return Turn(step=median(wall[first:]), draft=median(drafted[first:]), prefill=wall[0])
+    average = mean if is_uneven else median
+    return Turn(step=average(wall[first:]), draft=average(drafted[first:]), prefill=wall[0])

@@ -15,8 +15,8 @@ from .measure import Certainty, ForecastPrompt, Steps, StepSeconds
 CONFIDENCE = 0.9
 SURE = 0.9
 """Probability from which the target counts as certain of its likeliest token."""
-NOISY = 1.25
-"""Ratio of the slowest turn to the fastest from which a machine is noisy."""
+NOISY, VERY_NOISY = 1.25, 2.0
+"""Ratio of the slowest turn to the fastest from which a machine is noisy: of plain decoding, and of any method."""
 MethodKey = tuple[str, float]
 """Label of a method, and temperature."""
 
@@ -53,14 +53,15 @@ class Measured:
     seconds: Mapping[int, Mapping[str, StepSeconds]]
     """By batch size and label, plain decoding included."""
     max_new_tokens: int
-    """Limit of the evaluation's answers; those measured may have ended at a lower one."""
+    """Limit of the evaluation's answers."""
+    num_decoded: int
+    """Limit of those that were measured."""
 
     @property
     def mean_tokens(self) -> float:
         """Mean length of an answer; one that was cut counts as long as the evaluation allows."""
         lengths = [len(one.entropies) for answers in self.certainty.values() for one in answers]
-        longest = max(lengths)
-        return sum(length if length < longest else self.max_new_tokens for length in lengths) / len(lengths)
+        return sum(length if length < self.num_decoded else self.max_new_tokens for length in lengths) / len(lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,9 +161,12 @@ def certainty_groups(measured: Measured, temperature: float, free: Sequence[str]
 
 
 def is_noisy(measured: Measured) -> bool:
-    """Return whether the turns of plain decoding took so different times that speedups can't be trusted."""
+    """Return whether the turns of a method took so different times that speedups can't be trusted."""
+    turns = [one.steps for seconds in measured.seconds.values() for one in seconds.values()]
     plain = [seconds[PLAIN_DECODING].steps for seconds in measured.seconds.values()]
-    return any(max(steps) > NOISY * min(steps) for steps in plain)
+    return any(max(steps) > NOISY * min(steps) for steps in plain) or any(
+        max(steps) > VERY_NOISY * min(steps) for steps in turns
+    )
 
 
 def verdict(forecasts: Sequence[MethodForecast], temperature: float) -> str:
@@ -170,30 +174,26 @@ def verdict(forecasts: Sequence[MethodForecast], temperature: float) -> str:
     here = [one for one in forecasts if one.temperature == temperature]
     trained, free = ([one for one in here if one.is_trained is kind] for kind in (True, False))
     sizes = sorted(here[0].speedup)
-    best = {size: max(trained, key=lambda one: one.speedup[size].value) for size in sizes}
     # 1. Where training is worth it: surely faster than plain decoding.
-    worth = [size for size in sizes if best[size].speedup[size].low > 1]
-    first = best[sizes[0]]
-    speed = first.speedup[sizes[0]]
-    if not worth:
-        possible = max(best[size].speedup[size].high for size in sizes)
-        if possible > 1:
-            text = f"Don't train it as it is: {first.label} may be slower than plain decoding ({speed} times as fast)"
-        else:
-            text = f"Don't train it: at best it is {possible:.2f} times as fast as plain decoding"
+    surest = {size: max(trained, key=lambda one: one.speedup[size].low) for size in sizes}
+    worth = [size for size in sizes if surest[size].speedup[size].low > 1]
+    first = worth[0] if worth else sizes[0]
+    choice = surest[first] if worth else max(trained, key=lambda one: one.speedup[first].value)
+    speed = choice.speedup[first]
+    told = f"{choice.label} will be about {speed} times as fast as plain decoding at batch size {first}"
+    if not worth and speed.high > 1:
+        text = f"Don't train it as it is: it may gain nothing. {told}"
+    elif not worth:
+        text = f"Don't train it: {told}"
     elif worth == sizes:
-        text = f"Train it: {first.label} will be about {speed} times as fast as plain decoding at batch size {sizes[0]}"
+        text = f"Train it: {told}" + (f"; no more than {sizes[-1]} was timed" if len(sizes) == 1 else "")
+    elif worth == sizes[: len(worth)]:
+        text = f"Train it for batch sizes up to {worth[-1]}: {told}"
     else:
-        size = worth[-1]
-        choice = best[size]
-        speed_there = choice.speedup[size]
-        text = f"Train it for batch sizes up to {size}: there {choice.label} will be about {speed_there} times as fast"
+        text = f"Train it for batch size {', '.join(map(str, worth))} only: {told}"
     # 2. Whether something without training does as well.
     if free:
-        other = max(free, key=lambda one: one.speedup[sizes[0]].value)
-        if other.speedup[sizes[0]].value >= speed.value:
-            text += (
-                f". {other.label}, which needs no training, has {other.speedup[sizes[0]]} already: train to merge both "
-                "(eval.merge), which isn't forecast"
-            )
+        other = max(free, key=lambda one: one.speedup[first].value)
+        if other.speedup[first].value >= speed.value:
+            text += f". {other.label}, which needs no training, has {other.speedup[first]} there already"
     return f"{text}."

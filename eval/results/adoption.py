@@ -7,10 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from ...models.drafters.options import DRAFTER_OPTIONS
 from ..records.records import EvalRecord
-from .rows import Row, is_broken
+from .rows import Row, is_broken, is_wrong
 from .stats import bootstrap, ratio_of_ratios
 
+RUN_TIME = {kind: options.RUNTIME_FIELDS for kind, options in DRAFTER_OPTIONS.items()}
+"""Options of drafting by kind. Two drafters are compared where these are equal, as saved or as set."""
+DOUBT = 5.0
+"""Times the largest loss that the interval's lower bound may still be."""
 LEAST_PROMPTS = 4
 """Prompts of a suite below which nothing is concluded from it."""
 
@@ -40,8 +45,9 @@ def pairs(methods: Mapping[str, Mapping[str, Any]], old: str, new: str) -> dict[
     by_weights: dict[str, dict[str, str]] = {old: {}, new: {}}
     for name, method in methods.items():
         if method["weights"] in by_weights:
-            setting = ", ".join(f"{option} {value}" for option, value in method["setting"].items())
-            by_weights[method["weights"]][f"{method['kind']}: {setting or 'as saved'}"] = name
+            options = {name: method["config"].get(name) for name in sorted(RUN_TIME.get(method["kind"], method["config"]))}
+            setting = ", ".join(f"{option} {value}" for option, value in options.items() if value is not None)
+            by_weights[method["weights"]][f"{method['kind']}: {setting}"] = name
     for weights, what in ((old, "old"), (new, "new")):
         if not by_weights[weights]:
             raise ValueError(
@@ -85,8 +91,10 @@ def objections(
     """
     # 1. Losslessness.
     methods = set(new)
-    wrong = sorted({row["label"] for row in rows if row["method"] in methods and is_broken(row)})
+    of_new = [row for row in rows if row["method"] in methods]
+    wrong = sorted({row["label"] for row in of_new if is_broken(row) or is_wrong(row)})
     reasons = [f"{label} isn't proven lossless" for label in wrong]
+    reasons += [f"{row['label']} ran out of memory on {row['suite']}" for row in of_new if row["out_of_memory"]]
     # 2. The gain, and losses elsewhere.
     suites = dict.fromkeys(change.suite for change in found)
     if missing := [suite for suite in gain_on if suite not in suites]:
@@ -97,6 +105,8 @@ def objections(
             reasons.append(f"{where} has {change.num_prompts} prompts, too few to tell")
         elif change.ratio < 1 - (0.0 if change.suite in gain_on else loss):
             reasons.append(f"{where} loses {1 - change.ratio:.1%} of its tokens per step")
+        elif change.suite not in gain_on and change.low < 1 - DOUBT * loss:
+            reasons.append(f"{where} may lose {1 - change.low:.1%} of its tokens per step; evaluate more prompts")
     for suite in gain_on:
         best = max((change for change in found if change.suite == suite), key=lambda change: change.low)
         if best.low <= 1:

@@ -51,7 +51,7 @@ def test_a_recipe_is_forecast_from_a_part_of_it(overrides, tmp_path, capsys):
     forecast_command([*overrides, "--minutes", "3"])
     # 1. The page.
     printed = capsys.readouterr().out
-    assert max(map(len, printed[printed.index("How certain") :].splitlines()[:-2])) <= 80
+    assert max(map(len, printed[printed.index("How certain") :].splitlines()[:-3])) <= 80
     for title in (
         "How certain the target is (greedy)",
         "(temperature 1)",
@@ -60,7 +60,8 @@ def test_a_recipe_is_forecast_from_a_part_of_it(overrides, tmp_path, capsys):
     ):
         assert title in printed
     assert "2x the data about 0:0" in printed
-    assert printed.splitlines()[-1].startswith(("Train it", "Don't train it"))
+    for line, temperature in zip(printed.splitlines()[-2:], (0, 1), strict=True):
+        assert line.startswith((f"At temperature {temperature}: Train it", f"At temperature {temperature}: Don't train it"))
     # 2. The record, beside which nothing is left.
     folder = tmp_path / "run" / FOLDER
     assert [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()] == [FOLDER]
@@ -93,6 +94,8 @@ def test_too_little_time_is_an_error_that_names_the_time_that_is_enough(override
     with pytest.raises(ValueError, match="too few .* for a forecast from parts of them; run it"):
         forecast_command(overrides)
     monkeypatch.setattr(forecast, "LEAST_LABELS", 40)
+    with pytest.raises(ValueError, match="has 2 prompt.s., and a forecast from fewer than 4 can't be trusted"):
+        forecast_command([*overrides, f"eval.suites=[{{name: mt_bench, path: {tmp_path / 'question.jsonl'}, limit: 2}}]"])
     monkeypatch.setattr(forecast, "LABELS_SHARE", 1e-6)
     with pytest.raises(ValueError, match=r"minutes is 1, in which 0 texts .* can't be trusted. Set --minutes \d+"):
         forecast_command([*overrides, "--minutes", "1"])

@@ -31,6 +31,7 @@ def measured(**changes) -> Measured:
                 }
             },
             "max_new_tokens": 21,
+            "num_decoded": 11,
             **changes,
         }
     )
@@ -76,6 +77,7 @@ def of(label: str, *speedups: tuple[float, float, float], trained: bool = True) 
     )
 
 
+SURE = (1.05, 1.02, 1.08)
 GOOD, SMALL, BAD = (1.8, 1.5, 2.1), (1.1, 0.9, 1.3), (0.7, 0.6, 0.8)
 
 
@@ -83,9 +85,14 @@ GOOD, SMALL, BAD = (1.8, 1.5, 2.1), (1.1, 0.9, 1.3), (0.7, 0.6, 0.8)
     ("methods", "words"),
     [
         ([of("A", GOOD, GOOD, GOOD)], "^Train it: A will be about 1.80 .1.50, 2.10. times as fast .* at batch size 1"),
-        ([of("A", GOOD, GOOD, BAD), of("B", BAD, BAD, BAD)], "^Train it for batch sizes up to 4: there A will be"),
-        ([of("A", SMALL, BAD, BAD)], "^Don't train it as it is: A may be slower"),
-        ([of("A", BAD, BAD, BAD)], "^Don't train it: at best it is 0.80 times"),
+        (
+            [of("A", GOOD, GOOD, BAD), of("B", BAD, BAD, BAD)],
+            "^Train it for batch sizes up to 4: A will be about 1.80 .* at batch size 1",
+        ),
+        ([of("A", SMALL, BAD, BAD)], "^Don't train it as it is: it may gain nothing. A will be about 1.10"),
+        ([of("A", BAD, BAD, BAD)], "^Don't train it: A will be about 0.70 .0.60, 0.80. times"),
+        ([of("A", SMALL, GOOD, BAD)], "^Train it for batch size 4 only: A will be about 1.80"),
+        ([of("A", SMALL, SMALL, SMALL), of("B", SURE, BAD, BAD)], "^Train it for batch sizes up to 1: B will be about 1.05"),
         ([of("A", SMALL, SMALL, SMALL), of("F", GOOD, BAD, BAD, trained=False)], "F, which needs no training, has 1.80"),
     ],
 )
@@ -105,3 +112,8 @@ def test_turns_of_different_speeds_are_noise():
     assert not is_noisy(steady)
     slow = StepSeconds(steps=[0.1, 0.2, 0.1], prefill=1.0, draft=0.0)
     assert is_noisy(measured(seconds={1: steady.seconds[1], 4: {**steady.seconds[1], PLAIN_DECODING: slow}}))
+
+
+def test_answers_that_end_are_as_long_as_they_are():
+    certainty = {0.0: [Certainty(entropies=[0.0] * count, likeliest=[1.0] * count) for count in (5, 8, 11)]}
+    assert measured(certainty=certainty).mean_tokens == (5 + 8 + 21) / 3
