@@ -9,7 +9,7 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -18,10 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from rich import box
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from tqdm import tqdm
 
 from ..data.chat import use_chat_template
@@ -41,17 +38,11 @@ from ..eval.forecast.measure import (
     step_seconds,
 )
 from ..eval.forecast.result import (
-    SURE,
-    Interval,
     Measured,
-    MethodForecast,
     MethodKey,
-    certainty_groups,
     foresee,
-    is_noisy,
-    verdict,
 )
-from ..eval.measure.environment import describe_environment, within_memory
+from ..eval.measure.environment import within_memory
 from ..eval.measure.methods import Settings, acceptance_rule, method_specs, proposer
 from ..eval.measure.plan import require_room
 from ..eval.records.names import PLAIN_DECODING
@@ -66,7 +57,8 @@ from ..train.processes import make_accelerator
 from ..train.run import train
 from .config import RunConfig
 from .errors import silence_bars, starts_again
-from .plan import Planner, format_time
+from .forecast_page import MULTIPLES, print_forecast, record_of
+from .plan import Planner
 from .run import check_training, configure_logging, distil, prompt_overlap, require_inputs
 
 log = logging.getLogger(__name__)
@@ -82,14 +74,11 @@ LEAST_LABELS, LEAST_STEPS = 2_000, 16
 """Of the sample, and of the training on its smallest part."""
 SMALLER_STEPS = 4
 """Times as many texts in a step of the recipe as in one of a short training, where its batches are so large."""
-MULTIPLES = (0.5, 1.0, 2.0)
-"""Of the recipe's data, for which the curve is continued."""
 BATCH_SIZES = (1, 4, 16)
 LEAST_PROMPTS, MOST_PROMPTS, MOST_TOKENS, DECODED_TOGETHER = 4, 64, 128, 8
 """Prompts that are decoded, tokens of their answers, and prompts of a batch."""
 MOST_SHARDS, READ_SHARDS = 4, 16
 """Shards that a part is written to, and shards that the texts are drawn from."""
-WIDTH, MOST_GROUPS = 80, 8
 
 
 def forecast(config: RunConfig, minutes: float) -> None:
@@ -125,14 +114,15 @@ def forecast(config: RunConfig, minutes: float) -> None:
         remove_folders(folder)  # of an interrupted forecast
         # 2. Labels of a few texts, and drafters that learn from parts of them.
         sample = plan_sample(config, planner, seconds=ends - time.monotonic(), minutes=minutes)
-        shards = label_sample(config, sample, target, folder / "labels", accelerator)
-        trained = [train_part(config, part, sample, shards, target, folder, accelerator) for part in SIZES]
+        labels = label_sample(config, sample, target, folder / "labels", accelerator)
+        texts = draw_texts(labels, sample, config.seed)
+        trained = [train_part(config, part, sample, labels, texts, target, folder, accelerator) for part in SIZES]
         # 3. What they and plain decoding do with the evaluation's prompts.
         measured = measure(config, trained, target, prompts, seconds=ends - time.monotonic())
         # 4. Their curves, continued.
         total_labels = sample.of_texts * sample.labels_per_text
         forecasts = foresee(measured, total_labels, MULTIPLES, seed=config.seed)
-        print_forecast(config, measured, forecasts, total_labels, sum(planner.seconds.values()), Console())
+        print_forecast(config.eval, measured, forecasts, total_labels, sum(planner.seconds.values()), Console())
         write_json(folder / FILE, record_of(measured, forecasts, total_labels, planner))
         remove_folders(folder)
 
@@ -224,25 +214,35 @@ def label_sample(config: RunConfig, sample: Sample, target: HFTarget, folder: Pa
     return folder / "distill"
 
 
-def train_part(
-    config: RunConfig, part: float, sample: Sample, labels: Path, target: HFTarget, folder: Path, accelerator: Accelerator
-) -> "Part":
-    """Train each drafter on a part of the sample, for as many epochs as the recipe. Returns their folders."""
-    # 1. Shards of the first texts.
-    manifest, num_texts = label_store(labels).load(), max(1, round(sample.num_texts * part))
-    shards, examples = folder / f"{num_texts}_texts", list[DistilledExample]()
-    # Texts of different sources may stand in different shards.
-    random = Random(config.seed)
+def draw_texts(labels: Path, sample: Sample, seed: int) -> list[DistilledExample]:
+    """Draw the sample's texts, in random order, from several shards: those of different sources may stand in different ones."""
+    random, manifest, texts = Random(seed), label_store(labels).load(), list[DistilledExample]()
     chosen = random.sample(manifest.shards, min(len(manifest.shards), READ_SHARDS))
     for entry in chosen:
         read = read_shard(labels, entry)
-        examples += random.sample(read, min(len(read), math.ceil(sample.num_texts / len(chosen))))
-    examples = random.sample(examples, len(examples))[:num_texts]
+        texts += random.sample(read, min(len(read), math.ceil(sample.num_texts / len(chosen))))
+    return random.sample(texts, min(len(texts), sample.num_texts))
+
+
+def train_part(
+    config: RunConfig,
+    part: float,
+    sample: Sample,
+    labels: Path,
+    texts: Sequence[DistilledExample],
+    target: HFTarget,
+    folder: Path,
+    accelerator: Accelerator,
+) -> "Part":
+    """Train each drafter on the first part of the texts, for as many epochs as the recipe. Returns their folders."""
+    # 1. Shards of these texts.
+    examples = list(texts[: max(1, round(len(texts) * part))])
+    shards = folder / f"{len(examples)}_texts"
     shards.mkdir(parents=True, exist_ok=True)
     size = math.ceil(len(examples) / MOST_SHARDS)
     starts = range(0, len(examples), size)
     entries = [write_shard(shards, index, examples[start : start + size]) for index, start in enumerate(starts)]
-    label_store(shards).save(replace(manifest, shards=entries))
+    label_store(shards).save(replace(label_store(labels).load(), shards=entries))
     # 2. The trainings.
     share, drafters = len(examples) / sample.of_texts, dict[Path | DrafterParts, Sequence[dict[str, Any]]]()
     for run in config.drafter_runs():
@@ -354,95 +354,3 @@ def measure(
         max_new_tokens=config.eval.max_new_tokens,
         num_decoded=tokens,
     )
-
-
-# --- the page
-
-
-def print_forecast(
-    config: RunConfig,
-    measured: Measured,
-    forecasts: Sequence[MethodForecast],
-    total_labels: float,
-    seconds: float,
-    console: Console,
-) -> None:
-    """Print what a person acts on: what can be won, what steps cost, the curves, the speedups, and a sentence."""
-    free = [one.label for one in forecasts if not one.is_trained and one.temperature == forecasts[0].temperature]
-    for temperature in config.eval.temperatures:
-        here = [one for one in forecasts if one.temperature == temperature]
-        at = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-        # 1. What the target leaves to be won.
-        table = table_of(f"How certain the target is ({at})", "category", "tokens", "entropy", f"p >= {SURE}", *free)
-        names = ", ".join(suite.name for suite in config.eval.suites)
-        console.print(f"{len(measured.prompts)} prompts, first turns, of {escape(names)}.", soft_wrap=True)
-        groups = certainty_groups(measured, temperature, free)
-        for group in [*groups[:-1][:MOST_GROUPS], groups[-1]]:
-            numbers = (f"{group.num_tokens}", f"{group.entropy:.2f}", f"{group.certain:.0%}")
-            table.add_row(escape(group.category), *numbers, *(f"{group.free[label]:.2f}" for label in free))
-        console.print(table)
-        # 2. Tokens per step.
-        sizes = [f"{labels:,}" for labels in measured.num_labels]
-        later = [f"{total_labels * multiple:,.0f}" for multiple in MULTIPLES]
-        table = table_of(f"Tokens per step by labels: measured, then forecast [90 %] ({at})", "drafter", *sizes, *later)
-        for one in here:
-            if one.is_trained:
-                reached = [f"{value:.2f}" for value in one.measured]
-                table.add_row(escape(one.label), *reached, *map(cell, one.tokens_per_step.values()))
-        console.print(table)
-        # 3. Speedups.
-        batches = list(measured.seconds)
-        columns = [f"batch {size}" for size in batches]
-        table = table_of(f"Speedup with the recipe's data, and tokens per step that break even ({at})", "drafter", *columns)
-        for one in here:
-            cells = [f"{cell(one.speedup[size])}\n{one.break_even[size]:.2f}" for size in batches]
-            table.add_row(escape(one.label if one.is_trained else f"{one.label} (measured)"), *cells)
-        console.print(table)
-    # 4. Steps, hours, and the verdict.
-    table = table_of("Milliseconds of a step (of the draft)", "drafter", *(f"batch {size}" for size in measured.seconds))
-    for label in next(iter(measured.seconds.values())):
-        cells = [f"{1e3 * min(one[label].steps):.1f} ({1e3 * one[label].draft:.1f})" for one in measured.seconds.values()]
-        table.add_row(escape(label), *cells)
-    console.print(table)
-    if is_noisy(measured):
-        console.print(
-            "[bold red]The machine was noisy[/]: plain steps took different times in different turns, so the speedups can't be "
-            "trusted. Forecast again when nothing else runs.",
-            soft_wrap=True,
-        )
-    hours = ", ".join(f"{multiple:g}x the data {format_time(seconds * multiple)}" for multiple in MULTIPLES)
-    console.print(f"What is left of labels and training: {hours}.", soft_wrap=True)
-    for temperature in config.eval.temperatures if not is_noisy(measured) else ():
-        at = f"At temperature {temperature:g}: " if len(config.eval.temperatures) > 1 else ""
-        console.print(f"[bold]{at}{escape(verdict(forecasts, temperature))}[/]", soft_wrap=True)
-
-
-def table_of(title: str, first: str, *columns: str) -> Table:
-    """Return a table whose first column is text, and whose others are numbers."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, width=WIDTH)
-    table.add_column(first, overflow="fold")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
-
-
-def cell(interval: Interval) -> str:
-    """Return an interval on two lines, which fit a narrow column."""
-    return f"{interval.value:.2f}\n[{interval.low:.2f}, {interval.high:.2f}]"
-
-
-def record_of(measured: Measured, forecasts: Sequence[MethodForecast], total_labels: float, planner: Planner) -> dict[str, Any]:
-    """Return the content of forecast.json."""
-    target = planner.target
-    return {
-        "target": target.identity.name,
-        "total_labels": round(total_labels),
-        "seconds": dict(planner.seconds),
-        "num_labels": measured.num_labels,
-        "num_prompts": len(measured.prompts),
-        "forecasts": [asdict(one) for one in forecasts],
-        "is_noisy": is_noisy(measured),
-        "verdicts": {temperature: verdict(forecasts, temperature) for temperature in measured.certainty},
-        "environment": asdict(describe_environment(target.device, target.linears)),
-        "step_seconds": {size: {label: asdict(one) for label, one in by.items()} for size, by in measured.seconds.items()},
-    }

@@ -355,7 +355,7 @@ def _parse_text(record: Any, notes: Counter[str]) -> Parsed:
 
 def _parse_openai(record: Any, notes: Counter[str]) -> Parsed:
     """Parse a logged chat request with its reply, without what looks private."""
-    chat = chat_of(record) if isinstance(record, dict) else NO_OBJECT
+    chat = chat_of(record, notes) if isinstance(record, dict) else NO_OBJECT
     if isinstance(chat, str):
         return chat
     own: Counter[str] = Counter()

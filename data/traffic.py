@@ -5,6 +5,7 @@ Replacing is by patterns, so it is no guarantee: names, postal addresses and sec
 
 import ipaddress
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ BODY_KEYS = ("body", "data")
 """Keys under which logs put the body of a request or of a reply."""
 REQUEST_KEYS, REPLY_KEYS = ("request", "kwargs"), ("response", "completion", "output")
 OF_REQUESTS = ("messages", "tools", "functions")
+NO_REPLY = "replies without choices[0].message, such as errors: not used"
 NO_CHAT = "record without a chat request ('messages', maybe under 'request' or 'body')"
 
 
@@ -153,11 +155,11 @@ def _clean_call(call: Mapping[str, Any], found: set[str]) -> dict[str, Any]:
     return {name: part if name == "id" else _clean(part, found) for name, part in call.items()}
 
 
-def chat_of(record: Mapping[str, Any]) -> dict[str, Any] | str:
+def chat_of(record: Mapping[str, Any], notes: Counter[str]) -> dict[str, Any] | str:
     """Return a logged request as a record of messages, with its reply as the last one; or why it is none.
 
     A log has the request's body under a key, or its keys beside the reply's. A request without a reply, or with an
-    error for a reply, is a conversation that lacks its answer.
+    error for a reply, is a conversation that lacks its answer; `notes` count replies that can't be read.
     """
     # 1. The request.
     request = next((body for key in REQUEST_KEYS if isinstance(body := _body(record.get(key)), dict)), _body(record))
@@ -172,6 +174,8 @@ def chat_of(record: Mapping[str, Any]) -> dict[str, Any] | str:
         # Servers write null for what a reply doesn't have.
         filled = {key: value for key, value in message.items() if value not in (None, [], "") or key == "content"}
         chat["messages"] = [*messages, {"role": "assistant", **filled}]
+    elif any(record.get(key) for key in (*REPLY_KEYS, "choices")):
+        notes[NO_REPLY] += 1
     return chat
 
 

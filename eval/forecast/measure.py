@@ -15,12 +15,12 @@ from ...data.chat import encode_prompt
 from ...data.suites import PromptSet
 from ...models.decoding.loop import generate
 from ...models.decoding.protocols import AcceptanceRule, Drafter
-from ...models.decoding.sampling import Randomness, RowSeeds
-from ...models.decoding.tree import DraftTree
-from ...models.decoding.types import Acceptance, Step, TargetOutput
+from ...models.decoding.sampling import RowSeeds
+from ...models.decoding.types import Step
 from ...models.drafters import NullDrafter
 from ...models.llm.hf_target import HFTarget
 from ...models.machine import synchronize
+from ..measure.trace import Watched
 
 WARM_UP_STEPS, TIMED_STEPS, UNEVEN_STEPS, TURNS = 2, 8, 48, 3
 """Steps of a turn that aren't timed, those that are, those of drafters whose steps differ, and turns of each drafter."""
@@ -106,31 +106,20 @@ def _generate(
     return generate(target, drafter, rule, ids, max_new_tokens=max_new_tokens, generator=RowSeeds(seeds), **options)
 
 
-class Certain:
-    """An acceptance rule of plain decoding that keeps how certain the target was at each token."""
-
-    def __init__(self, rule: AcceptanceRule) -> None:
-        self.rule, self.lossless, self.is_random = rule, rule.lossless, rule.is_random
-
-    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
-        logits = output.logits[:, 0].float().log_softmax(-1)
-        self.entropies = -(logits.exp() * logits).nansum(-1)
-        self.likeliest = logits.amax(-1).exp()
-        return self.rule(tree, output, generator=generator)
-
-
 def plain_answers(
     target: HFTarget, rule: AcceptanceRule, prompts: Sequence[ForecastPrompt], *, max_new_tokens: int, batch_size: int
 ) -> list[Certainty]:
     """Answer the prompts by plain decoding. Returns how certain the target was at each token."""
-    watched, certainties = Certain(rule), []
+    watched, certainties = Watched(rule), list[Certainty]()
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
         rows = [Certainty(entropies=[], likeliest=[]) for _ in batch]
         for step in _generate(target, NullDrafter(), watched, batch, range(start, start + len(batch)), max_new_tokens):
-            for place, row in enumerate(step.rows):
-                rows[row].entropies.append(float(watched.entropies[place]))
-                rows[row].likeliest.append(float(watched.likeliest[place]))
+            log_probs = watched.output.logits[: len(step.rows), 0].float().log_softmax(-1)
+            entropies = -(log_probs.exp() * log_probs).nansum(-1)  # a token that is ruled out adds nothing
+            for row, entropy, likeliest in zip(step.rows, entropies.tolist(), log_probs.amax(-1).exp().tolist(), strict=True):
+                rows[row].entropies.append(entropy)
+                rows[row].likeliest.append(likeliest)
         certainties += rows
     return certainties
 
@@ -141,8 +130,9 @@ class StepSeconds:
 
     steps: list[float]
     draft: float
-    """Median share of the drafter in a step, in seconds."""
+    """Of them those of the drafter; median over the turns."""
     prefill: float
+    """Seconds of the prefill of the batch; median over the turns."""
 
 
 def step_seconds(
@@ -176,7 +166,7 @@ def step_seconds(
 
 
 class Turn(NamedTuple):
-    """Median seconds of a few steps."""
+    """Seconds of a step, of its draft and of the prefill, in one turn."""
 
     step: float
     draft: float
