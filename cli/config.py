@@ -221,6 +221,12 @@ class RunConfig:
             if run.train.mixes_teacher_and_labels and self.distill.label_temperature not in (0, 1):
                 line = TEACHER_TEMPERATURE.format(self.distill.label_temperature)
                 problems.append(under(section, line, VARIANT_OPTIONS))
+        if run.train.lora_rank is not None and run.drafter.start_from is None:
+            line = (
+                f"train.lora_rank is {run.train.lora_rank}, which changes a trained drafter; set drafter.start_from, or "
+                "train.lora_rank=null"
+            )
+            problems.append(under(section, line, VARIANT_OPTIONS))
         temperature: float = getattr(run.drafter.config, "temperature", 0.0)
         if self.eval.merge and temperature:
             problems.append(

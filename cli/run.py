@@ -52,6 +52,7 @@ from ..models.llm.hf_target import HFTarget
 from ..models.llm.loading import load_target
 from ..train.checkpoint import latest_checkpoint, step_of
 from ..train.config import with_accumulation
+from ..train.low_rank import require_whole_weights
 from ..train.processes import make_accelerator, require_supported_launch
 from ..train.records import require_tracker
 from ..train.results import CHECKPOINTS_DIR
@@ -89,6 +90,7 @@ def run(config: RunConfig, *, plan: bool = False) -> None:
     require_supported_launch(accelerator)
     for drafter in config.drafter_runs() if "train" in config.stages else ():
         with_accumulation(drafter.train, accelerator.num_processes)  # raises before any long work
+        require_whole_weights(drafter.train, accelerator)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     configure_logging(accelerator.is_main_process)

@@ -80,6 +80,10 @@ class TrainConfig:
     stays at the peak."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps at the start in which the learning rate rises linearly from 0 to its peak."""
+    lora_rank: PositiveInt | None = None
+    """Train a change of this rank for each matrix of the drafter in `drafter.start_from` (LoRA, arXiv
+    2106.09685), and vectors whole. The change is saved beside the whole drafter, in `drafter/low_rank`:
+    a small file, which is a drafter by itself wherever a folder can be named. null: train all weights."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of AdamW for matrices. Vectors (biases and norms) have none."""
     max_grad_norm: PositiveFloat | None = 1.0

@@ -26,6 +26,7 @@ from ..models.drafters.saved.folder import (
     write_training_facts,
 )
 from ..models.drafters.saved.loading import change_options
+from ..models.drafters.saved.low_rank import write_low_rank
 from .checkpoint import latest_checkpoint, read_marker
 from .config import DIVISION_KEYS, MAY_CHANGE_ON_RESUME, Division, TrainConfig
 from .parallel import sharding
@@ -226,13 +227,15 @@ def save_results(
     hardware: str,
     config: TrainConfig,
     best: Best,
+    base: Path | None,
     metrics: Mapping[str, Any],
 ) -> None:
     """Save the best drafter, or the last one if none was measured, and then the summary.
 
-    The summary shows that the drafter is complete. `drafter` is the drafter after the last step,
-    and `metrics` the last record of the loss. All facts are those of that record, so that a finished
-    training that is resumed writes the same files. Raises ValueError for weights that aren't finite.
+    The summary shows that the drafter is complete. `drafter` is the drafter after the last step, `base`
+    the folder that it started from, and `metrics` the last record of the loss. All facts are those of
+    that record, so that a finished training that is resumed writes the same files. Raises ValueError for
+    weights that aren't finite.
     """
     if bad := [name for name, weight in drafter.state_dict().items() if not weight.isfinite().all()]:
         raise ValueError(
@@ -258,6 +261,9 @@ def save_results(
         else:
             _copy_best(best, folder, drafter)
             logger.info("the best drafter is that of step %d: %.2f tokens per step", kept.step, kept.tokens_per_step)
+        if config.lora_rank is not None:
+            assert base is not None, "the configuration has checked it"
+            write_low_rank(folder, base, config.lora_rank, dict(drafter.named_parameters()))
         write_training_facts(folder, facts)
     summary = Summary(
         **asdict(facts),

@@ -11,6 +11,7 @@ from ..models.llm.hf_target import HFTarget
 from ..models.machine import hardware
 from .config import TrainConfig, with_accumulation
 from .loop import fit, resume
+from .low_rank import require_whole_weights
 from .processes import require_supported_launch
 from .records import require_tracker
 from .results import describe_run, is_trained, save_results, take_over_options
@@ -40,6 +41,7 @@ def train(
     # 1. Checks, before any file changes.
     require_supported_launch(accelerator)
     require_tracker(config)
+    require_whole_weights(config, accelerator)
     config = with_accumulation(config, accelerator.num_processes)
     manifest = label_store(shards_dir).load()
     manifest.require_target(target.identity)
@@ -71,6 +73,7 @@ def train(
                 hardware=hardware(accelerator.device, accelerator.num_processes),
                 config=config,
                 best=training.best,
+                base=spec.start_from,
                 metrics=training.meter.latest,
             )
             logger.info("trained %s in %.0f s", drafter_dir, training.meter.seconds)

@@ -25,6 +25,7 @@ from ..models.llm.hf_target import HFTarget
 from .batches import BatchStream, count_label_tokens, require_packing, target_reads
 from .checkpoint import Checkpoints
 from .config import SCHEDULES, TrainConfig
+from .low_rank import LowRankAdamW
 from .metrics import LOSS_FIELDS, Meter
 from .parallel import gather_weights, needs_whole_copy, prepare
 from .results import CHECKPOINTS_DIR, Best
@@ -276,11 +277,15 @@ def log_recomputed(manifest: Manifest, reads: TargetReads) -> None:
 
 def make_optimizer(drafter: TrainableDrafter, config: TrainConfig) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """Build AdamW, with weight decay for matrices only, and the schedule of its learning rate."""
+    optimizer: torch.optim.Optimizer
     parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
+    if config.lora_rank is None:
+        optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
+    else:
+        optimizer = LowRankAdamW(groups, config.lora_rank, lr=config.learning_rate)
     name, num_steps = SCHEDULES[config.schedule], config.steps
     return optimizer, get_scheduler(name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=num_steps)

@@ -21,6 +21,7 @@ from ....data.files import finish_replacing
 from ....data.hub import bound_requests, use_hub, why_offline
 from ....data.paths import MODEL_PREFIX
 from .folder import CONFIG_FILE, MERGE_FILE, TRAINING_FILE, WEIGHTS_FILE
+from .low_rank import is_low_rank, whole_drafter
 
 READ_FILES = (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE, MERGE_FILE)
 """Files that loading a drafter downloads: JSON and safetensors, no code."""
@@ -51,10 +52,14 @@ def resolve_drafter(name_or_path: str | Path, revision: str | None = None, **hub
     """Return the folder of a drafter: an existing directory, or a download of a Hub repository.
 
     Downloads contain config, weights and training facts, but no code; huggingface_hub caches them.
-    `hub_options` are those of `snapshot_download`, such as a `token`. Raises ValueError if the Hub
-    has no such drafter or can't be reached.
+    `hub_options` are those of `snapshot_download`, such as a `token`. A low-rank change is merged into its
+    base, and the folder is that of the whole drafter. Raises ValueError if the Hub has no such drafter or
+    can't be reached.
     """
-    return resolve_folder(name_or_path, READ_FILES, revision, **hub_options)
+    folder = resolve_folder(name_or_path, READ_FILES, revision, **hub_options)
+    if not is_low_rank(folder):
+        return folder
+    return whole_drafter(folder, lambda base: resolve_folder(base, READ_FILES, **hub_options))
 
 
 def resolve_model(name_or_path: str, **hub_options: Any) -> Path:
