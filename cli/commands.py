@@ -30,6 +30,7 @@ COMMANDS = {
     "tune": Command(EVALUATE, "Find a drafter's fastest settings on this machine.", "tune:tune_command"),
     "explain": Command(EVALUATE, "Say why an evaluation's drafts end, and what could be won.", "explain:explain_command"),
     "adopt": Command(EVALUATE, "Put a new drafter in an old one's place, if it is better.", "adopt:adopt_command"),
+    "watch": Command(EVALUATE, "Say whether a server's drafts are accepted as before, by its log.", "watch:watch_command"),
     "report": Command(EVALUATE, "Write tables and figures of evaluations.", "eval:report_command"),
     "export": Command(EXPORT, "Write a drafter in a serving engine's format.", "export:export_command"),
     "import": Command(EXPORT, "Convert a published drafter.", "export:import_command"),

@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -26,23 +27,31 @@ SURE_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".json.gz", ".parquet")
 MAX_LINE_CHARS = 1 << 26
 """Longest line with one record. A line with an array of records may be longer."""
 
+NOT_JSON = "lines that are no JSON: not used"
 MOST_NAMES = 5
 """Most files that a message names."""
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def load_records(
-    path: str, *, split: str = "train", subset: str | None = None, file: str | None = None, revision: str | None = None
+    path: str,
+    *,
+    split: str = "train",
+    subset: str | None = None,
+    file: str | None = None,
+    revision: str | None = None,
+    broken: Counter[str] | None = None,
 ) -> Iterator[Any]:
     """Read the records of local files, or of a data set of the Hub if there is no such file.
 
     `path` may be a file, a folder or a pattern. The other arguments are for the Hub; `file` is one file
     of the data set, whose splits are then ignored. Raises ValueError with location and remedy if the
-    data can't be found or read, or hold no record. A name that looks like a local path is never searched for on the Hub.
+    data can't be found or read, or hold no record. With `broken`, lines that are no JSON are counted there
+    and left out: a log's last line may be half written. A name that looks like a local path is never searched for on the Hub.
     """
     if is_local(path):
         files = record_files(path)
-        return read_records(files[0]) if len(files) == 1 else _records_of_several(files)
+        return read_records(files[0], broken) if len(files) == 1 else _records_of_several(files, broken)
     use_hub()
     path = path.removeprefix(HUB_PREFIX)
     if file is not None:
@@ -96,12 +105,12 @@ def is_local(path: str) -> bool:
     return False
 
 
-def _records_of_several(files: Sequence[Path]) -> Iterator[Any]:
+def _records_of_several(files: Sequence[Path], broken: Counter[str] | None) -> Iterator[Any]:
     """Read the records of all files. Empty files are named at the end; raises ValueError if all are empty."""
     empty = []
     for file in files:
         num_records = 0
-        for record in _records_in(file):
+        for record in _records_in(file, broken):
             num_records += 1
             yield record
         if not num_records:
@@ -113,27 +122,28 @@ def _records_of_several(files: Sequence[Path]) -> Iterator[Any]:
         logger.warning("files without a record: %s%s", ", ".join(empty[:MOST_NAMES]), more)
 
 
-def read_records(path: Path) -> Iterator[Any]:
+def read_records(path: Path, broken: Counter[str] | None = None) -> Iterator[Any]:
     """Read the records of a .json, .jsonl (both also as .gz) or .parquet file, in order.
 
     JSON is one record per line, one array of records, or one object with such an array under `data`,
-    whatever the file's suffix. Raises ValueError with the line if the file is empty or malformed.
+    whatever the file's suffix. Raises ValueError with the line if the file is empty or malformed; `broken`
+    is that of `load_records`.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{path}: unknown kind of data file {path.suffix!r}; use one of {', '.join(SUFFIXES)}")
     num_records = 0
-    for record in _records_in(path):
+    for record in _records_in(path, broken):
         num_records += 1
         yield record
     if num_records == 0:
         raise ValueError(f"{path} holds no record. Check that its download or export was finished")
 
 
-def _records_in(path: Path) -> Iterator[Any]:
-    return _parquet_records(path) if path.suffix.lower() == ".parquet" else _json_records(path)
+def _records_in(path: Path, broken: Counter[str] | None) -> Iterator[Any]:
+    return _parquet_records(path) if path.suffix.lower() == ".parquet" else _json_records(path, broken)
 
 
-def _json_records(path: Path) -> Iterator[Any]:
+def _json_records(path: Path, broken: Counter[str] | None) -> Iterator[Any]:
     with _opened(path) as file:
         first = True
         for line_number, line in enumerate(iter(partial(file.readline, MAX_LINE_CHARS + 1), ""), 1):
@@ -147,7 +157,14 @@ def _json_records(path: Path) -> Iterator[Any]:
                     "line, or one array of objects"
                 )
             elif line.strip():
-                yield from _unpacked(_parse_json(line.rstrip(), path, line_number))
+                try:
+                    value = _parse_json(line.rstrip(), path, line_number)
+                except ValueError:
+                    if broken is None:
+                        raise
+                    broken[NOT_JSON] += 1
+                    continue
+                yield from _unpacked(value)
             first = first and not line.strip()
 
 

@@ -252,7 +252,8 @@ def _parsed(
     assert source.source is not None  # DataSource has checked it
     parse, place = FORMS[source.source].parse, Path(path)
     name = place.name if place.exists() or not has_magic(path) else place.parent.name or "data"  # of a pattern, its folder's
-    for index, record in enumerate(_records(source, path)):
+    # A log is written while it is read, or was cut.
+    for index, record in enumerate(_records(source, path, notes if source.source == TRAFFIC else None)):
         conversation = parse(record, notes)
         if isinstance(conversation, str):
             dropped[conversation] += 1
@@ -263,9 +264,9 @@ def _parsed(
             yield replace(conversation, id=id, source=path)
 
 
-def _records(source: DataSource, path: str) -> Iterable[Any]:
+def _records(source: DataSource, path: str, broken: Counter[str] | None = None) -> Iterable[Any]:
     if is_local(path):
-        return load_records(path)
+        return load_records(path, broken=broken)
     try:
         return load_records(path, split=source.split, subset=source.subset, file=source.file, revision=source.revision)
     except ValueError as error:

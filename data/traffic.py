@@ -4,9 +4,11 @@ Replacing is by patterns, so it is no guarantee: names, postal addresses and sec
 """
 
 import ipaddress
+import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +18,7 @@ BODY_KEYS = ("body", "data")
 """Keys under which logs put the body of a request or of a reply."""
 REQUEST_KEYS, REPLY_KEYS = ("request", "kwargs"), ("response", "completion", "output")
 OF_REQUESTS = ("messages", "tools", "functions")
-NO_REPLY = "replies without choices[0].message, such as errors: not used"
+NO_REPLY = "replies without a message, such as errors: not used"
 NO_CHAT = "record without a chat request ('messages', maybe under 'request' or 'body')"
 
 
@@ -161,16 +163,16 @@ def chat_of(record: Mapping[str, Any], notes: Counter[str]) -> dict[str, Any] | 
     A log has the request's body under a key, or its keys beside the reply's. A request without a reply, or with an
     error for a reply, is a conversation that lacks its answer; `notes` count replies that can't be read.
     """
-    # 1. The request.
-    request = next((body for key in REQUEST_KEYS if isinstance(body := _body(record.get(key)), dict)), _body(record))
-    if not isinstance(request, dict) or not isinstance(messages := request.get("messages"), list):
+    # 1. The request. Anthropic's API has the system prompt beside the messages.
+    request, reply = request_of(record), reply_of(record)
+    if not isinstance(messages := request.get("messages"), list):
         return NO_CHAT
     chat: dict[str, Any] = {key: request[key] for key in OF_REQUESTS if request.get(key)}
+    if request.get("system"):
+        messages = [{"role": "system", "content": request["system"]}, *messages]
+        chat["messages"] = messages
     # 2. The reply: the first of several.
-    reply = next((body for key in REPLY_KEYS if (body := _body(record.get(key))) is not None), record)
-    choices = reply.get("choices") if isinstance(reply, dict) else None
-    message = choices[0].get("message") if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
-    if isinstance(message, dict):
+    if (message := _message(reply)) is not None:
         # Servers write null for what a reply doesn't have.
         filled = {key: value for key, value in message.items() if value not in (None, [], "") or key == "content"}
         chat["messages"] = [*messages, {"role": "assistant", **filled}]
@@ -179,11 +181,64 @@ def chat_of(record: Mapping[str, Any], notes: Counter[str]) -> dict[str, Any] | 
     return chat
 
 
+def request_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request's body in a record of a log."""
+    found = next((body for key in REQUEST_KEYS if isinstance(body := _body(record.get(key)), dict)), _body(record))
+    return found if isinstance(found, dict) else {}
+
+
+def reply_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the reply's body in a record of a log; the pieces of a streamed one are put together."""
+    found = next((body for key in REPLY_KEYS if (body := _body(record.get(key))) is not None), record)
+    if isinstance(found, list):
+        return _whole([piece for piece in found if isinstance(piece, dict)])
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def _message(reply: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the message of a reply: OpenAI's `choices[0].message`, or Anthropic's reply itself."""
+    choices = reply.get("choices")
+    if isinstance(choices, list) and choices and isinstance(choices[0], dict):
+        return choices[0].get("message") if isinstance(choices[0].get("message"), dict) else None
+    if reply.get("role") == "assistant" and reply.get("type") == "message":
+        return {"content": reply.get("content")}
+    return None
+
+
+def _whole(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a streamed reply as one that wasn't. The last pieces have the counts."""
+    whole, message, calls = dict[str, Any](), dict[str, Any](), dict[int, dict[str, Any]]()
+    for piece in pieces:
+        whole |= {key: value for key, value in piece.items() if value is not None and key != "choices"}
+        choices = piece.get("choices")
+        delta = choices[0].get("delta") if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
+        for key, value in delta.items() if isinstance(delta, dict) else ():
+            if isinstance(value, str) and key != "role":
+                message[key] = message.get(key, "") + value
+        for part in (delta.get("tool_calls") or []) if isinstance(delta, dict) else ():
+            call = calls.setdefault(part.get("index", 0), {"type": "function", "function": {"name": "", "arguments": ""}})
+            call |= {"id": part["id"]} if part.get("id") else {}
+            for key, value in (part.get("function") or {}).items():
+                call["function"][key] = call["function"].get(key, "") + (value or "")
+    if calls:
+        message["tool_calls"] = list(calls.values())
+    return {**whole, "choices": [{"message": {"content": "", **message}}]} if message else whole
+
+
 def _body(value: Any) -> Any:
-    """Return the body of a request or reply in a log."""
+    """Return the body of a request or reply in a log, where it may be JSON text, or the text of a stream of events."""
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            if value.startswith("data:"):
+                lines = [line[5:].strip() for line in value.splitlines() if line.startswith("data:")]
+                return [json.loads(line) for line in lines if line.startswith("{")]
+            if value.startswith("{"):
+                return _body(json.loads(value))
     while isinstance(value, dict) and "messages" not in value and "choices" not in value:
-        inner = next((value[key] for key in BODY_KEYS if isinstance(value.get(key), dict)), None)
+        inner = next((value[key] for key in BODY_KEYS if isinstance(value.get(key), dict | str | list)), None)
         if inner is None:
             return value
+        if not isinstance(inner, dict):
+            return _body(inner)
         value = inner
     return value

@@ -42,6 +42,7 @@ COMMANDS = {
     "recipes": "tests/cli/test_describe.py::test_recipes_are_printed_with_their_choices",
     "report": "tests/eval/report/test_page.py::test_the_command_writes_one_page",
     "run": "tests/test_pipeline.py::test_one_command_distils_trains_and_evaluates",
+    "watch": "tests/eval/results/test_watch.py::test_a_fall_of_one_category_is_found_and_no_text_is_printed",
     "tune": "tests/eval/tune/test_tune.py::test_the_command_prints_a_table_and_a_verdict",
 }
 OTHERS = [

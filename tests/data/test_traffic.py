@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from outrider.data.config import DataConfig
 from outrider.data.forms import FORMS, form_of
 from outrider.data.shards import label_store, read_shard
+from outrider.data.sources import load_conversations
 from outrider.data.traffic import NO_REPLY, without_private
 from outrider.distill.config import DistillConfig
 from outrider.distill.label.run import distill
@@ -21,6 +22,13 @@ ASKED = [{"role": "system", "content": "Be short."}, {"role": "user", "content":
 REPLY = {
     "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "Hello.", "refusal": None}}]
 }
+STREAMED = [
+    {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
+    {"choices": [{"delta": {"content": "Hel"}}]},
+    {"choices": [{"delta": {"content": "lo."}, "finish_reason": "stop"}]},
+    {"choices": [], "usage": {"completion_tokens": 2}},
+]
+"""The pieces of a streamed reply."""
 SECRETS = {
     "key": [
         "sk-proj-" + "aB3" * 12,
@@ -82,6 +90,17 @@ def parsed(record, notes=None):
         {"messages": ASKED, "response": REPLY},
         {"messages": ASKED, **REPLY},
         {"kwargs": {"messages": ASKED}, "completion": REPLY},
+        {"request": {"body": json.dumps({"messages": ASKED})}, "response": {"body": json.dumps(REPLY)}},
+        {"request": {"messages": ASKED}, "response": STREAMED},
+        {
+            "request": {"messages": ASKED},
+            "response": {"body": "".join(f"data: {json.dumps(piece)}\n\n" for piece in STREAMED) + "data: [DONE]\n"},
+        },
+        # Anthropic's API
+        {
+            "request": {"system": "Be short.", "messages": ASKED[1:]},
+            "response": {"type": "message", "role": "assistant", "content": [{"type": "text", "text": "Hello."}]},
+        },
     ],
 )
 def test_a_request_and_its_reply_are_a_conversation(record):
@@ -106,6 +125,35 @@ def test_tools_calls_and_reasoning_are_kept():
     assert answer.reasoning == "Mail to [e-mail]."
     assert conversation.tools == tools
     assert notes == {"texts with what looks like a private e-mail: replaced by [e-mail]": 1}
+
+
+def test_calls_and_reasoning_of_a_streamed_reply_are_put_together():
+    parts = [
+        {"reasoning_content": "Mail "},
+        {"reasoning_content": "it."},
+        {"tool_calls": [{"index": 0, "id": "call_1", "function": {"name": "send", "arguments": '{"to": '}}]},
+        {
+            "tool_calls": [
+                {"index": 0, "function": {"arguments": '"Jane"}'}},
+                {"index": 1, "id": "b", "function": {"name": "end"}},
+            ]
+        },
+    ]
+    pieces = [{"choices": [{"delta": part}]} for part in parts]
+    answer = parsed({"request": {"messages": ASKED}, "response": pieces}).turns[-1]
+    assert answer.reasoning == "Mail it."
+    assert [(call["id"], call["function"]["name"]) for call in answer.tool_calls] == [("call_1", "send"), ("b", "end")]
+    assert answer.tool_calls[0]["function"]["arguments"] == {"to": "Jane"}
+
+
+def test_half_a_last_line_is_counted_and_left_out(tmp_path: Path, caplog):
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps({"messages": ASKED, **REPLY}) + '\n{"messages": [{"role": "us')
+    conversations, _ = load_conversations(DataConfig(source="openai", path=str(log)))
+    assert len(conversations) == 1
+    assert "1 records with lines that are no JSON: not used" in caplog.text
+    with pytest.raises(ValueError, match="line 2.*not JSON"):
+        load_conversations(DataConfig(source="messages", path=str(log)))
 
 
 @pytest.mark.parametrize(

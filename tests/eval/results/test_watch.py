@@ -1,0 +1,173 @@
+"""Logs of servers say whether drafts are accepted as before."""
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.eval.results.watch import BAD_COUNTS, NO_COUNTS, NO_TIME, Sums, category_of, counts_of, watch, week_of
+
+from ...commands import invoke
+
+OLD, NEW = 1_795_000_000, 1_795_700_000
+"""Times in two weeks."""
+
+
+def request(text: str, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **more}
+
+
+def reply(steps: int, accepted: int, created: float | None = None) -> dict[str, Any]:
+    spec = {"num_spec_steps": steps, "num_accepted_draft_tokens": accepted, "num_draft_tokens": 3 * steps}
+    return {
+        "choices": [{"message": {"role": "assistant", "content": "secret answer"}}],
+        "metrics": {"speculative_decoding": spec},
+        **({} if created is None else {"created": created}),
+    }
+
+
+def write(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def log_of(path: Path, rates: dict[tuple[float, str], float], number: int = 60) -> Path:
+    """Write a log with so many requests for each time and category, with accepted tokens at random around a rate a step."""
+    draw = random.Random(0)
+    records = [
+        {
+            "request": request(f"secret question {draw.random()}", metadata={"task": task}),
+            "response": reply(40, round(40 * draw.gauss(rate, 0.1)), time),
+        }
+        for (time, task), rate in rates.items()
+        for _ in range(number)
+    ]
+    return write(path, records)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (reply(43, 10), (53, 43)),
+        # llama.cpp: tokens and accepted ones
+        ({"timings": {"predicted_n": 200, "draft_n": 347, "draft_n_accepted": 65}}, (200, 135)),
+        # SGLang
+        ({"meta_info": {"completion_tokens": 90, "spec_verify_ct": 30}}, (90, 30)),
+        (reply(0, 0), None),
+        ({"timings": {"predicted_n": 200}}, None),
+        ({"usage": {"completion_tokens": 5}}, None),
+        ({"metrics": {"speculative_decoding": None}}, None),
+    ],
+)
+def test_counts_of_drafts_are_read_as_each_server_writes_them(body, expected):
+    assert counts_of(body) == expected
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        reply(-1, 3),
+        reply(3, -1),
+        {"timings": {"predicted_n": 2, "draft_n": 9, "draft_n_accepted": 7}},
+        {"metrics": {"speculative_decoding": {"num_spec_steps": "4", "num_accepted_draft_tokens": 1}}},
+        {"metrics": {"speculative_decoding": {"num_spec_steps": True, "num_accepted_draft_tokens": 1}}},
+    ],
+)
+def test_impossible_counts_are_no_counts(body):
+    with pytest.raises(ValueError, match="whole numbers"):
+        counts_of(body)
+
+
+@pytest.mark.parametrize(
+    ("value", "week"),
+    [
+        ("2026-11-28T09:00:00Z", "2026-W48"),
+        ("2026-11-28 09:00:00", "2026-W48"),
+        (1795856400, "2026-W48"),
+        ("1795856400.5", "2026-W48"),
+        (1795856400_000, "2026-W48"),
+        ("2027-01-01", "2026-W53"),
+        ("yesterday", None),
+        (float("inf"), None),
+        ({}, None),
+    ],
+)
+def test_times_are_weeks(value, week):
+    assert week_of({}, {"timestamp": value}) == week
+
+
+def test_categories_are_a_key_or_what_is_asked_for():
+    assert category_of({}, request("x", metadata={"task": "mail"}), "task") == "mail"
+    assert category_of({"task": 3}, request("x"), "task") == "3"
+    assert category_of({}, request("x"), "task") == "(none)"
+    assert category_of({}, request("x", tools=[{}]), None) == "tools"
+    assert category_of({}, request("Mend this:\n```py\n1\n```"), None) == "code"
+    assert category_of({}, {"messages": "?"}, None) == "text"
+
+
+def test_intervals_hold_the_true_ratio_as_often_as_they_say():
+    draw, inside = random.Random(1), 0
+    for _ in range(400):
+        sums = Sums()
+        for _ in range(60):
+            steps = draw.randint(5, 60)
+            rate = draw.choice([0.5, 1.5])  # of the request
+            sums.add(steps + sum(draw.random() < rate / 2 for _ in range(2 * steps)), steps)
+        low, high = sums.interval(1.96)
+        inside += low <= 2.0 <= high
+    assert 0.91 <= inside / 400 <= 0.98
+
+
+def test_a_fall_of_one_category_is_found_and_no_text_is_printed(tmp_path: Path):
+    rates = {(OLD, "mail"): 1.5, (OLD, "code"): 2.0, (NEW, "mail"): 1.5, (NEW, "code"): 1.5}
+    log = log_of(tmp_path / "log.jsonl", rates)
+    changes = {change.category: change for change in watch([log], "task").changes()}
+    assert changes["code"].ratio == pytest.approx(2.5 / 3, rel=0.02)
+    assert changes["code"].fell(0.03)
+    assert not changes["mail"].fell(0.03)
+    result = invoke(["watch", str(log), "--category", "task"])
+    assert result.exit_code == 1
+    assert "fallen (all requests, code)" in " ".join(result.output.split())
+    assert "secret" not in result.output
+    assert max(map(len, result.output.splitlines())) <= 80
+
+
+def test_nothing_fell_where_nothing_changed_or_there_is_one_week(tmp_path: Path):
+    log = log_of(tmp_path / "log.jsonl", {(OLD, "a"): 1.5, (NEW, "a"): 1.5})
+    result = invoke(["watch", str(log)])
+    assert (result.exit_code, "not fallen" in result.output) == (0, True)
+    result = invoke(["watch", str(log_of(tmp_path / "one.jsonl", {(NEW, "a"): 1.5}))])
+    assert (result.exit_code, "fallen" in result.output) == (0, False)
+
+
+def test_few_requests_show_no_fall(tmp_path: Path):
+    log = log_of(tmp_path / "log.jsonl", {(OLD, "a"): 2.0, (NEW, "a"): 1.0}, number=10)
+    assert not any(change.fell(0.03) for change in watch([log]).changes())
+
+
+def test_repeated_questions_are_ranked_by_the_steps_that_they_cost(tmp_path: Path):
+    records = [{"request": request("fine"), "response": reply(10, 30, OLD)} for _ in range(50)]
+    records += [{"request": request(f"What does order {number} cost?"), "response": reply(30, 10, OLD)} for number in range(9)]
+    found = watch([write(tmp_path / "log.jsonl", records)])
+    (question, beyond), *others = found.costliest(5)
+    assert not others
+    assert (question.sums.count, question.place) == (9, f"{tmp_path / 'log.jsonl'}:51")
+    mean = (50 * 40 + 9 * 40) / (50 * 10 + 9 * 30)
+    assert beyond == pytest.approx(270 - 360 / mean)
+
+
+def test_what_cannot_be_used_is_counted_and_a_log_without_counts_is_an_error(tmp_path: Path):
+    good = {"request": request("x"), "response": reply(4, 2, OLD)}
+    bad = [{"request": request("x"), "response": body} for body in ({"error": 1}, reply(4, 2), reply(-4, 2, OLD))]
+    path = write(tmp_path / "log.jsonl", [good, *bad, 7])
+    with path.open("a") as file:
+        file.write('{"request": {"mess')  # the server is still writing
+    found = watch([path])
+    assert found.notes == {NO_COUNTS: 2, NO_TIME: 1, BAD_COUNTS: 1, "lines that are no JSON: not used": 1}
+    assert sum(sums.count for sums in found.groups.values()) == 1
+    assert math.isinf(next(iter(found.groups.values())).deviation)
+    with pytest.raises(ValueError, match=r"no request of the log can be counted: 1 requests without counts.*--per-request"):
+        watch([write(tmp_path / "none.jsonl", bad[:1])])
