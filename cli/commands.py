@@ -23,6 +23,7 @@ COMMANDS = {
     "run": Command(TRAIN, "Run a recipe (outrider run demo train.steps=20) or your own file.", "compose:run_command"),
     "forecast": Command(TRAIN, "Forecast speed and cost of a recipe before it is run.", "compose:forecast_command"),
     "data verify": Command(TRAIN, "Read a folder of distilled data, and print each problem.", "data:verify_command"),
+    "data suite": Command(TRAIN, "Draw prompts for evaluations from your conversations.", "data:suite_command"),
     "chat": Command(EVALUATE, "Talk with a target and a drafter in the terminal.", "chat:chat_command"),
     "eval": Command(EVALUATE, "Measure the speedup of drafters against plain decoding.", "eval:eval_command"),
     "certify": Command(EVALUATE, "Certify that decoding is lossless.", "certify:certify_command"),

@@ -1,12 +1,17 @@
-"""`outrider data`: check folders of distilled data."""
+"""`outrider data`: check folders of distilled data, and draw suites from conversations."""
 
 import sys
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from ..data.fields import OPTIONS
+from ..data.config import SOURCES, TRAFFIC
+from ..data.fields import OPTIONS, PositiveInt, Seed, one_of
+
+DRAWN_FROM = 25
+"""Conversations among which `outrider data suite` looks for each prompt: many of a log may repeat each other."""
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -71,3 +76,53 @@ def verify_command(options: VerifyOptions) -> None:
     if problems:
         raise SystemExit(1)
     print(f"{summary}, of the target {identity.name}")
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class SuiteOptions:
+    """Options of `outrider data suite`."""
+
+    paths: Annotated[list[str], Field(min_length=1)]
+    """Conversations: files, folders, patterns, or data sets of the Hub."""
+    output: Path
+    """The file of prompts to write (.jsonl); its name is the suite's."""
+    source: Annotated[str, one_of(*SOURCES)] = TRAFFIC
+    """Form of the records (data.source)."""
+    count: PositiveInt = 40
+    """Prompts to draw."""
+    seed: Seed = 0
+    """Seed of the choice."""
+
+    POSITIONAL: ClassVar = ("paths",)
+
+
+def suite_command(options: SuiteOptions) -> None:
+    """Draw a suite of prompts from conversations, for evaluations; what is private in logged traffic is replaced.
+
+    Of prompts that nearly repeat each other one is kept. A run that evaluates the suite keeps its prompts out of the
+    training.
+    """
+    import json
+
+    from ..data.config import DataConfig, DataSource
+    from ..data.files import atomic_write_text
+    from ..data.own_suite import draw_suite
+    from ..data.sources import describe_drops, load_conversations
+
+    if options.output.exists():
+        raise ValueError(f"output is {options.output}, which exists; remove it, or choose another name")
+    if options.output.suffix != ".jsonl":
+        raise ValueError(f"output is {options.output}; give the name of a .jsonl file")
+    sources = [DataSource(source=options.source, path=path) for path in options.paths]
+    data = DataConfig(sources=sources, limit=DRAWN_FROM * options.count, seed=options.seed)
+    conversations, dropped = load_conversations(data, unanswered=True)
+    records, num_repeated = draw_suite(conversations, options.count, seed=options.seed)
+    if not records:
+        raise ValueError(f"no conversation of {', '.join(options.paths)} is a prompt: user and assistant must take turns")
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    atomic_write_text(options.output, text)
+    few = "" if len(records) == options.count else f" ({options.count} were wanted)"
+    print(f"{options.output} has {len(records)} prompts{few}.")
+    print(f"Left out: {num_repeated} that nearly repeat others; {describe_drops(dropped)}.")
+    name = options.output.stem
+    print(f"In a recipe, keep them out of the training: eval.suites=[{{name: {name}, path: {options.output}}}]")

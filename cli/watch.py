@@ -22,8 +22,8 @@ Z = 1.96
 class WatchOptions:
     """Options of `outrider watch`."""
 
-    log: str
-    """A file, a folder or a pattern of chat requests and replies as servers log them (data.source=openai)."""
+    logs: Annotated[list[str], Field(min_length=1)]
+    """Files, folders or patterns of chat requests and replies as servers log them (data.source=openai)."""
     category: str | None = None
     """Key of a record, of its request or of their metadata, whose value is the category. null: tools, code or text."""
     fall: Annotated[float, Field(ge=0, lt=1)] = 0.03
@@ -31,7 +31,7 @@ class WatchOptions:
     num_costly: Annotated[int, Field(ge=0, le=1000)] = 5
     """Questions to list, of those that cost the most steps."""
 
-    POSITIONAL: ClassVar = ("log",)
+    POSITIONAL: ClassVar = ("logs",)
 
 
 def watch_command(options: WatchOptions) -> None:
@@ -42,7 +42,7 @@ def watch_command(options: WatchOptions) -> None:
     from ..data.raw_records import record_files
     from ..eval.results.watch import watch
 
-    found = watch(record_files(options.log), options.category)
+    found = watch([file for log in options.logs for file in record_files(log)], options.category)
     changes, weeks = found.changes(), found.weeks
     fallen = [change for change in changes if change.fell(options.fall)]
 

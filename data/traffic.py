@@ -181,6 +181,11 @@ def chat_of(record: Mapping[str, Any], notes: Counter[str]) -> dict[str, Any] | 
     return chat
 
 
+def kind_of_request(has_tools: bool, question: str) -> str:
+    """Return what a request asks for, as a category: tools, code or text."""
+    return "tools" if has_tools else "code" if "```" in question or "def " in question else "text"
+
+
 def request_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the request's body in a record of a log."""
     found = next((body for key in REQUEST_KEYS if isinstance(body := _body(record.get(key)), dict)), _body(record))

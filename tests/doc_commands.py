@@ -192,6 +192,9 @@ def prepare_files(arguments: Sequence[str]) -> None:
         path = value if name == "conf" else name
         if path.endswith(".yaml") and not Path(path).exists():
             write_recipe(Path(path))
+        if name == "eval.suites":
+            for file in re.findall(r"path: ([\w.]+\.jsonl)", value):
+                Path(file).write_text('{"prompt": "x"}\n')
         if name in ("distill.drafter", "drafter.start_from"):
             write_drafter_config(Path(value))
         if name == "target" and (REPOSITORY / "conf" / "target" / f"{value}.yaml").exists():

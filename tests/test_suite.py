@@ -28,6 +28,7 @@ COMMANDS = {
     "adopt": "tests/eval/results/test_adoption.py::test_a_better_drafter_takes_the_place_and_the_old_one_is_kept",
     "certify": "tests/eval/certify/test_certificate.py::test_a_target_and_a_drafter_are_certified",
     "chat": "tests/cli/test_chat.py::test_a_pipe_gets_exactly_the_texts_of_generate",
+    "data suite": "tests/data/test_own_suite.py::test_a_suite_is_drawn_from_a_log_and_kept_out_of_the_training",
     "data verify": "tests/data/test_verify.py::test_an_undamaged_folder_passes",
     "eval": "tests/eval/test_cli.py::test_options_reach_the_stage_and_the_table_is_printed",
     "forecast": "tests/cli/test_forecast.py::test_a_recipe_is_forecast_from_a_part_of_it",

@@ -17,7 +17,7 @@ from typing import Any
 
 from ...data.conversations import text_of
 from ...data.raw_records import line_of_record, read_records
-from ...data.traffic import reply_of, request_of
+from ...data.traffic import kind_of_request, reply_of, request_of
 
 TIME_KEYS = ("timestamp", "time", "created_at", "created", "start_time", "startTime", "ts")
 MILLISECONDS_FROM = 1e11
@@ -79,9 +79,7 @@ def category_of(record: Mapping[str, Any], request: Mapping[str, Any], key: str 
                 if isinstance(place, Mapping) and isinstance(value := place.get(key), str | int):
                     return str(value)
         return "(none)"
-    if request.get("tools") or request.get("functions"):
-        return "tools"
-    return "code" if "```" in _question(request) or "def " in _question(request) else "text"
+    return kind_of_request(bool(request.get("tools") or request.get("functions")), _question(request))
 
 
 def _question(request: Mapping[str, Any]) -> str:
