@@ -174,20 +174,20 @@ class Watch:
     @property
     def weeks(self) -> dict[str, Sums]:
         """The sums of each week, in order."""
-        weeks = sorted({week for week, _ in self.groups})
-        return {week: self._of(lambda key, week=week: key[0] == week) for week in weeks}  # type: ignore[misc]
+        weeks = dict[str, Sums]()
+        for (week, _), sums in sorted(self.groups.items()):
+            weeks[week] = weeks.get(week, Sums()) + sums
+        return weeks
 
     def changes(self) -> list[Change]:
         """Compare the last week with those before: all requests, and each category that both have."""
         last = max(week for week, _ in self.groups)
-        pairs = [("", self._of(lambda key: key[0] == last), self._of(lambda key: key[0] != last))]
-        for category in sorted({category for _, category in self.groups}):
-            of = (
-                self._of(lambda key, category=category: key == (last, category)),  # type: ignore[misc]
-                self._of(lambda key, category=category: key[0] != last and key[1] == category),  # type: ignore[misc]
-            )
-            pairs.append((category, *of))
-        pairs = [pair for pair in pairs if pair[1].count and pair[2].count]
+        sides: dict[str, tuple[Sums, Sums]] = {}
+        for (week, category), sums in sorted(self.groups.items()):
+            for group in ("", category):
+                now, before = sides.get(group, (Sums(), Sums()))
+                sides[group] = (now + sums, before) if week == last else (now, before + sums)
+        pairs = [(category, now, before) for category, (now, before) in sides.items() if now.count and before.count]
         z = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2 / max(1, len(pairs)))  # Bonferroni
         found = []
         for category, now, before in pairs:
@@ -198,13 +198,10 @@ class Watch:
 
     def costliest(self, number: int) -> list[tuple[Repeated, float]]:
         """Return the questions that cost the most steps beyond those at the mean tokens per step, with their number."""
-        mean = self._of(lambda key: True).ratio
+        mean = sum(self.groups.values(), Sums()).ratio
         beyond = [(question, question.sums.s - question.sums.t / mean) for question in self.questions.values()]
         beyond.sort(key=lambda pair: -pair[1])
         return [pair for pair in beyond[:number] if pair[1] > 0]
-
-    def _of(self, chosen: Any) -> Sums:
-        return sum((sums for key, sums in self.groups.items() if chosen(key)), Sums())
 
 
 def watch(files: Iterable[Path], category: str | None = None) -> Watch:
