@@ -38,15 +38,16 @@ def explain_command(options: ExplainOptions) -> None:
     Each miss has one cause: the target itself was uncertain, the text had the token already, the drafter ranked it too
     low, or has not learned it.
     """
-    from ..eval.records.names import RECORDS_FILE
+    from ..eval.records.names import RECORDS_FILE, RUN_FILE
     from ..eval.records.records import read_records
+    from ..eval.records.run_files import read_info
     from ..eval.results.explain import explain
     from ..eval.results.rows import read_rows
 
     rows = read_rows(options.directory)
     training = {row["label"]: row["training"] for row in rows}
-    estimates = {label: float(facts["tokens_per_step_estimate"]) for label, facts in training.items() if facts}
-    explained = explain(read_records(options.directory / RECORDS_FILE).values(), estimates)
+    template = read_info(options.directory / RUN_FILE).config["chat_template"]
+    explained = explain(read_records(options.directory / RECORDS_FILE).values(), training, template)
     chosen = [one for one in explained if options.method is None or options.method.lower() in one.label.lower()]
     if not chosen:
         labels = "; ".join(one.label for one in explained)
@@ -68,12 +69,8 @@ def _print(explanation: "Explanation", console: Console) -> None:
         f"missed a token[/] ({answers} answers)",
         soft_wrap=True,
     )
-    if explanation.falls_short:
-        console.print(
-            f"On its training's own texts it was {explanation.estimate:.2f}. Either it has learned those by heart, or it sees "
-            "other inputs here: compare target, chat template, kind of texts and feature layers with those of its training.",
-            soft_wrap=True,
-        )
+    if (doubt := explanation.doubt) is not None:
+        console.print(f"[bold]{escape(doubt)}[/]", soft_wrap=True)
     # 2. The causes, and what to do about them.
     table = Table("Misses", "", "Cause", "At most", "Above all in", box=box.SIMPLE)
     for cause in explanation.causes:

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .conversations import Turn
+from .files import sha256_json
 from .paths import built_in_templates
 from .template_options import DATE, read_template, with_options
 
@@ -44,6 +45,11 @@ _RENDERING = threading.RLock()
 
 Span = tuple[int, int]
 """Index of the first character of a piece of text, and of the character after its last."""
+
+
+def template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a short digest of the chat template with its options."""
+    return sha256_json(tokenizer.chat_template)[:16]
 
 
 def use_chat_template(

@@ -11,6 +11,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from ..data.chat import template_digest
 from ..data.fields import differences, name_digests, raise_problems
 from ..data.files import atomic_write_text, sha256_file, write_json
 from ..data.suites import SUITE_NAMES, PromptSet, load_suite
@@ -42,7 +43,7 @@ from .measure.methods import (
 )
 from .measure.plan import Plan, Texts, answer_seed, no_prompt_fits
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
-from .records.records import EvalRecord, RecordFile, digest_of, group_name
+from .records.records import EvalRecord, RecordFile, group_name
 from .records.run_files import RECORDED_OPTIONS, Audit, DrafterFacts, Environment, Facts, RunInfo, read_info, write_info
 from .results.judge_files import write_answers
 from .results.lossless import find_mismatches, to_audit
@@ -84,6 +85,7 @@ def evaluate(
     specs = method_specs(config, drafters, settings, tuned)
     with ExitStack() as stack:
         loaded = load_drafters(specs, target)
+        warn_of_templates(specs, tokenizer)
         # 2. Start or resume the run's folder. A resumed run computes linear layers as its first process did.
         parts = [part for drafter in loaded.values() for part in trained_parts(drafter)]
         path = output_dir / RUN_FILE
@@ -145,6 +147,14 @@ def check_inputs(config: EvalConfig, drafters: Drafters, settings: Settings | No
     for spec in method_specs(config, drafters, settings).values():
         for folder in spec.parts.folders:
             read_training_facts(folder)
+
+
+def warn_of_templates(specs: Mapping[str, MethodSpec], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn of trained drafters that have seen another chat template than that of the prompts."""
+    for folder in dict.fromkeys(folder for spec in specs.values() for folder in spec.parts.folders):
+        facts = read_training_facts(folder)
+        if facts is not None and facts.chat_template not in (None, template_digest(tokenizer)):
+            logger.warning("%s was trained with another chat template: it will accept less", folder)
 
 
 def drafter_facts(drafter: LoadedDrafter, parts: DrafterParts) -> DrafterFacts:
@@ -231,7 +241,7 @@ def recorded_config(
             **recorded_budget(target),
             **recorded_stages(target),
         },
-        "chat_template": digest_of(tokenizer.chat_template),
+        "chat_template": template_digest(tokenizer),
         "methods": recorded_methods(specs),
         **{name: getattr(config, name) for name in RECORDED_OPTIONS},
     }

@@ -228,14 +228,15 @@ def save_results(
     config: TrainConfig,
     best: Best,
     base: Path | None,
+    chat_template: str | None,
     metrics: Mapping[str, Any],
 ) -> None:
     """Save the best drafter, or the last one if none was measured, and then the summary.
 
     The summary shows that the drafter is complete. `drafter` is the drafter after the last step, `base`
-    the folder that it started from, and `metrics` the last record of the loss. All facts are those of
-    that record, so that a finished training that is resumed writes the same files. Raises ValueError for
-    weights that aren't finite.
+    the folder that it started from, `chat_template` the template's digest, and `metrics` the last record
+    of the loss. All facts are those of that record, so that a finished training that is resumed writes
+    the same files. Raises ValueError for weights that aren't finite.
     """
     if bad := [name for name, weight in drafter.state_dict().items() if not weight.isfinite().all()]:
         raise ValueError(
@@ -251,6 +252,7 @@ def save_results(
         tokens_per_step_estimate=metrics["tokens_per_step_estimate"],
         labels=config.labels,
         hardware=hardware,
+        chat_template=chat_template,
     )
     kept = best.record()
     with replacing_directory(drafter_dir) as folder:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from ..data.chat import template_digest
 from ..data.shards import label_store, verify_shards
 from ..models.drafters.registry import DrafterSpec
 from ..models.llm.hf_target import HFTarget
@@ -74,6 +75,7 @@ def train(
                 config=config,
                 best=training.best,
                 base=spec.start_from,
+                chat_template=template_digest(target.tokenizer) if target.tokenizer is not None else None,
                 metrics=training.meter.latest,
             )
             logger.info("trained %s in %.0f s", drafter_dir, training.meter.seconds)

@@ -14,7 +14,7 @@ from ...data.files import atomic_write_text
 from ..results.notes import FEW_UNITS, headline
 from .page_tables import PageTable
 from .runs import Group, read_groups
-from .sections import accepted_lengths, batch_sizes, categories, results, time_split
+from .sections import accepted_lengths, batch_sizes, categories, misses, results, time_split
 
 PAGE_FILE = "report.html"
 NUM_OPEN = 4
@@ -24,6 +24,7 @@ SECTIONS: dict[str, Callable[[Group], list[PageTable]]] = {
     "categories": categories,
     "batches": batch_sizes,
     "accepted": accepted_lengths,
+    "misses": misses,
     "time": time_split,
 }
 """Sections of a chapter, whose texts and order are in `templates/sections.yaml`."""

@@ -1,4 +1,4 @@
-"""Tables of a report's sections, computed from rows alone.
+"""Tables of a report's sections, computed from rows, and from the records of drafts if there are any.
 
 A section without figures in the rows has no table.
 """
@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..records.names import OOM
+from ..records.names import OOM, RECORDS_FILE
+from ..records.records import read_records
+from ..results.explain import CAUSES, advice, explain
 from ..results.notes import PACE_NOTE, measured_notes, problems
 from ..results.rows import depends_on_clock, fault, is_broken, is_lossy, is_wrong, units
 from ..results.tables import cells
@@ -215,6 +217,29 @@ def accepted_lengths(group: Group) -> list[PageTable]:
             TableColumn(name="Steps"),
         ]
         tables.append(PageTable(caption=f"{caption}: steps by accepted length", corner="Method", columns=columns, lines=lines))
+    return tables
+
+
+def misses(group: Group) -> list[PageTable]:
+    """Build a table of each folder's misses by cause, with the next steps; only of answers whose drafts were recorded."""
+    tables = []
+    for run in group.runs:
+        path = run.directory / RECORDS_FILE
+        traced = [record for record in read_records(path).values() if record.drafts is not None] if path.is_file() else []
+        if not traced:
+            continue
+        lines, notes = list[Line](), list[str]()
+        for explained in explain(traced, {row["label"]: row["training"] for row in run.rows}, run.info.config["chat_template"]):
+            counts = {cause.name: cause.count for cause in explained.causes}
+            shares = [number(counts.get(cause, 0) / max(1, explained.num_misses), ".0%") for cause in CAUSES]
+            figures = [Value(text=f"{explained.num_misses:,} of {len(explained.steps):,}"), number(explained.tokens_per_step)]
+            lines.append(Line(label=explained.label, values=[*shares, *figures]))
+            steps = [*filter(None, [explained.doubt]), *advice(explained)]
+            notes.append(f"{explained.label}: {'; '.join(steps) if steps else 'no miss'}")
+        columns = [*(TableColumn(name=cause, kind="heat") for cause in CAUSES), TableColumn(name="Misses")]
+        columns.append(TableColumn(name="Tokens per step"))
+        caption = f"Answers of {run.name} whose drafts were recorded: share of misses by cause"
+        tables.append(PageTable(caption=caption, corner="Method", columns=columns, lines=lines, notes=notes))
     return tables
 
 

@@ -13,7 +13,7 @@ Not misses: steps at the end of an answer, steps without a draft, and drafts tha
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -21,6 +21,8 @@ import pandas as pd
 from ..records.records import ENDED, FULL, IN_REACH, NO_DRAFT, OUTSIDE, EvalRecord
 
 UNCERTAIN, FREE, RANKED, NOT_IN_VOCABULARY, NOT_LEARNED = "uncertain", "free", "ranked too low", "outside", "not learned"
+CAUSES = (UNCERTAIN, FREE, RANKED, NOT_IN_VOCABULARY, NOT_LEARNED)
+"""In the order in which they are tried."""
 SURE = 0.5
 """Least probability of a token of which the target is not called uncertain."""
 LOOKUP = (4, 3, 2)
@@ -31,8 +33,8 @@ GROUPS = ("token", "copied", "place", "context", "suite", "category")
 """Columns by which misses are told apart."""
 LEAST_STEPS = 20
 """Steps that a group has at least, for its rate to be compared with the others'."""
-FAR_LESS = 0.5
-"""Share of the accepted tokens of its training below which a drafter falls short of it."""
+FAR_LESS, HARDLY_ANY = 0.5, 0.2
+"""Shares of the accepted tokens of its training below which a drafter falls short of it, and has lost it."""
 MUCH_WORSE = 1.5
 """Ratio of a group's rate of misses to that of all others from which it is named as the place of a cause."""
 
@@ -138,11 +140,29 @@ class Explanation:
     """Those that occur, the one that costs most first."""
     estimate: float | None = None
     """Tokens per step that the drafter's training estimated at its end, on its own texts; None if unknown."""
+    has_other_template: bool = False
+    """Whether the drafter was trained with another chat template."""
 
     @property
-    def falls_short(self) -> bool:
-        """Whether it accepts far less than in its training."""
-        return self.estimate is not None and self.tokens_per_step - 1 < FAR_LESS * (self.estimate - 1)
+    def doubt(self) -> str | None:
+        """What comes before all causes: that the drafter has other inputs than in its training; None if nothing says so."""
+        if self.has_other_template:
+            return (
+                "Its training had another chat template, so it sees other inputs here. Evaluate with that one "
+                "(--chat-template), or train with this one (data.chat_template)."
+            )
+        share = 1.0 if self.estimate is None else (self.tokens_per_step - 1) / max(self.estimate - 1, 1e-9)
+        if share < HARDLY_ANY:
+            return (
+                f"On its training's own texts it was {self.estimate:.2f}; that is lost here, as if its inputs were others. "
+                "Compare the target, its quantisation and the feature layers with those of its training."
+            )
+        if share < FAR_LESS:
+            return (
+                f"On its training's own texts it was {self.estimate:.2f}. Either it has learned those by heart, or these are "
+                "texts of another kind."
+            )
+        return None
 
     @property
     def tokens_per_step(self) -> float:
@@ -181,8 +201,12 @@ class Explanation:
         return pd.DataFrame(rows).sort_values("misses", ascending=False)
 
 
-def explain(records: Iterable[EvalRecord], estimates: Mapping[str, float]) -> list[Explanation]:
-    """Explain the misses of each method, temperature and batch size; `estimates` are tokens per step in its training, by label.
+def explain(
+    records: Iterable[EvalRecord], training: Mapping[str, Mapping[str, Any] | None], template: str | None = None
+) -> list[Explanation]:
+    """Explain the misses of each method, temperature and batch size.
+
+    `training` has the facts of each drafter's training, by label, and `template` is the digest of the prompts' chat template.
 
     Raises ValueError if no answer's drafts were recorded.
     """
@@ -195,11 +219,18 @@ def explain(records: Iterable[EvalRecord], estimates: Mapping[str, float]) -> li
     explanations = []
     for (label, temperature, size), steps in pd.DataFrame(rows).groupby(["label", "temperature", "batch_size"], sort=False):
         place = f", temperature {temperature:g}" * (temperature > 0) + f", batches of {size}" * (size > 1)
-        explanations.append(_explained(f"{label}{place}", steps, estimates.get(label)))
+        facts = training.get(label) or {}
+        explanations.append(
+            replace(
+                _explained(f"{label}{place}", steps),
+                estimate=facts.get("tokens_per_step_estimate"),
+                has_other_template=facts.get("chat_template") not in (None, template),
+            )
+        )
     return explanations
 
 
-def _explained(label: str, steps: pd.DataFrame, estimate: float | None) -> Explanation:
+def _explained(label: str, steps: pd.DataFrame) -> Explanation:
     emitted = int(steps["emitted"].sum())
     counts = steps["cause"].value_counts()
     causes = [
@@ -211,7 +242,7 @@ def _explained(label: str, steps: pd.DataFrame, estimate: float | None) -> Expla
         )
         for name in sorted(counts.index, key=lambda name: -counts[name])
     ]
-    return Explanation(label=label, steps=steps, causes=causes, estimate=estimate)
+    return Explanation(label=label, steps=steps, causes=causes)
 
 
 def where_of(steps: pd.DataFrame, cause: str) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.data.chat import encode_prompt
+from outrider.data.chat import encode_prompt, template_digest
 from outrider.data.conversations import Turn
 from outrider.eval import run
 from outrider.eval.config import EvalConfig, SuiteConfig
@@ -323,12 +323,12 @@ def test_several_drafters_are_named_by_their_directories(tiny_drafter_dir: Path,
         check_inputs(config, [copies[0]] * 2)
 
 
-def test_known_facts_of_a_drafters_training_are_shown(tiny_target, tiny_drafter_dir, config, tmp_path):
+def test_known_facts_of_a_drafters_training_are_shown(tiny_target, tiny_drafter_dir, config, tmp_path, caplog):
     directory = tmp_path / "drafter"
     shutil.copytree(tiny_drafter_dir, directory)
     parameters = sum(parameter.numel() for parameter in load_drafter(directory, tiny_target).parameters())
     facts = {"steps": 3, "seconds": 1.5, "positions_seen": 9, "tokens_seen": 20, "parameters": parameters}
-    facts |= {"labels": "text", "hardware": "one CPU"}
+    facts |= {"labels": "text", "hardware": "one CPU", "chat_template": template_digest(tiny_target.tokenizer)}
     config = replace(config, settings=[{}])
 
     def evaluate_here() -> list[Row]:
@@ -340,6 +340,11 @@ def test_known_facts_of_a_drafters_training_are_shown(tiny_target, tiny_drafter_
     plain, known = evaluate_here()
     assert known["training"] == {**facts, "tokens_per_step_estimate": 1.2}
     assert (plain["parameters"], plain["training"]) == (None, None)
+    assert "chat template" not in caplog.text
+    other = {**facts, "tokens_per_step_estimate": 1.2, "chat_template": "0" * 16}
+    (directory / "training.json").write_text(json.dumps(other))
+    evaluate_here()
+    assert f"{directory} was trained with another chat template" in caplog.text
     for text, message in (("{", "not a JSON file"), (json.dumps(facts), "tokens_per_step_estimate: is missing")):
         (directory / "training.json").write_text(text)
         with pytest.raises(ValueError, match=f"training.json.*{message}"):

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outrider.data.chat import template_digest
 from outrider.data.shards import label_store
 from outrider.data.types import DrafterBatch
 from outrider.models.drafters import DRAFTERS, load_drafter, parse_drafter
@@ -91,6 +92,7 @@ def test_a_drafter_learns_and_its_folder_can_be_loaded(run_train: RunTrain, targ
     facts = read_training_facts(run.drafter_dir)
     assert facts is not None
     assert facts.hardware == hardware(torch.device("cpu"), 1)
+    assert facts.chat_template == template_digest(target.tokenizer)
     assert asdict(facts).items() <= {**summary, **summary["metrics"]}.items()
     assert facts.tokens_per_step_estimate == lines[-1]["tokens_per_step_estimate"]
     assert not list(run.drafter_dir.parent.glob(".*"))

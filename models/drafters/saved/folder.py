@@ -105,6 +105,8 @@ class TrainingFacts:
     """Kind of labels (see TrainConfig)."""
     hardware: str
     """Number of processes and their devices, at the end of the training."""
+    chat_template: str | None = None
+    """Digest of the target's chat template; null where it is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

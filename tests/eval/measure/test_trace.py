@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from outrider.eval.measure.trace import search_ends, trace_drafts
+from outrider.eval.report.page import write_report
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter
 from outrider.models.drafters.beams import SearchTree
@@ -100,3 +101,8 @@ def test_the_command_explains_a_finished_evaluation(tiny_target_dir, tiny_drafte
     assert "draft token" in result.output
     assert "no label has this text" in invoke(["explain", str(tmp_path / "eval"), "--method", "medusa"]).message
     assert "not a finished evaluation" in invoke(["explain", str(tmp_path)]).message
+    page = write_report([tmp_path / "eval"], tmp_path / "report").read_text()
+    assert "Why drafts end" in page
+    assert "share of misses by cause" in page
+    (tmp_path / "eval/records.jsonl").unlink()  # as in a record that is kept
+    assert "Why drafts end" not in write_report([tmp_path / "eval"], tmp_path / "report").read_text()

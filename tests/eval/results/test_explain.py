@@ -85,10 +85,15 @@ def test_a_language_that_was_left_out_is_named(make_record):
 
 
 def test_a_drafter_that_falls_short_of_its_training_is_said(make_record):
-    records = [traced(make_record, "m" * 20, accepted=0)]
-    assert not explain(records, {})[0].falls_short
-    assert explain(records, {"EAGLE": 2.5})[0].falls_short
-    assert not explain([traced(make_record, "m" * 20, accepted=1)], {"EAGLE": 2.5})[0].falls_short
+    def doubt(accepted: int, estimate: float | None, template: str | None = None) -> str:
+        facts = {"tokens_per_step_estimate": estimate, "chat_template": template}
+        records = [traced(make_record, "m" * 20, accepted=accepted)]
+        return explain(records, {"EAGLE": None if estimate is None else facts}, "here")[0].doubt or ""
+
+    assert doubt(0, None) == doubt(1, 2.5) == doubt(1, 2.5, "here") == ""
+    assert "was 2.50; that is lost here" in doubt(0, 2.5)
+    assert "was 4.00. Either it has learned those by heart" in doubt(1, 4.0)
+    assert "another chat template" in doubt(1, 2.5, "there")
 
 
 def test_methods_are_explained_alone_and_records_without_drafts_are_an_error(make_record):
@@ -100,7 +105,7 @@ def test_methods_are_explained_alone_and_records_without_drafts_are_an_error(mak
 
 def test_temperatures_and_batch_sizes_are_explained_apart(make_record):
     greedy, sampled = traced(make_record, "mm"), traced(make_record, "rr", temperature=0.7, batch_size=2)
-    explanations = explain([greedy, sampled], {"EAGLE": 9.0})
+    explanations = explain([greedy, sampled], {"EAGLE": {"tokens_per_step_estimate": 9.0}})
     assert [(one.label, one.causes[0].name) for one in explanations] == [
         ("EAGLE", NOT_LEARNED),
         ("EAGLE, temperature 0.7, batches of 2", RANKED),
