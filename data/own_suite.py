@@ -9,6 +9,7 @@ from typing import Any
 
 from .conversations import Conversation
 from .questions import near_duplicates
+from .suites import asked_in
 from .traffic import kind_of_request
 
 
@@ -36,12 +37,8 @@ def _asked(record: dict[str, Any]) -> str:
 def _prompts(conversations: Iterable[Conversation]) -> Iterator[dict[str, Any]]:
     """Yield the prompts of conversations in which user and assistant take turns."""
     for conversation in conversations:
-        turns = conversation.turns
-        system = turns[0].content if turns and turns[0].role == "system" else None
-        rest = turns[system is not None :]
-        asked = [turn.content for turn in rest[::2]]
-        takes_turns = all(turn.role == ("assistant" if index % 2 else "user") for index, turn in enumerate(rest))
-        if asked and takes_turns and all(text.strip() for text in asked):
+        system, asked = asked_in(conversation) or (None, [])
+        if asked and all(text.strip() for text in asked):
             yield {
                 "category": kind_of_request(bool(conversation.tools), asked[-1]),
                 **({"system": system} if system else {}),

@@ -8,24 +8,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import yaml
 
-from .conversations import Turn, has_surrogate, text_of
-from .forms import (
-    EMPTY,
-    MEDIA_KEYS,
-    ROLE_KEYS,
-    ROLES,
-    SYSTEM_KEYS,
-    TEXT_KEYS,
-    TOOL_KEYS,
-    first_value,
-    tools_of,
-)
+from .config import TRAFFIC
+from .conversations import Conversation, Turn, has_surrogate
+from .forms import FORMS, form_of
 from .raw_records import is_local, line_of_record, load_records
 from .stdlib import MANUAL_TASK, Cuts, code_conversations, manual_parts
 
@@ -152,58 +144,54 @@ def _parse_gsm8k(record: Any, index: int) -> Prompt | None:
     return _prompt(index, "math", [record.get("question")], answer) if _all_texts([answer]) else None
 
 
-OWN_ID_KEYS, OWN_TURNS = ("id", "question_id", "prompt_id"), ("prompt", "turns", "messages", "conversations")
-OWN_KEYS = frozenset({*OWN_ID_KEYS, *OWN_TURNS, *SYSTEM_KEYS, *TOOL_KEYS, "category"})
-MOST_KEYS = 10
-"""Most unused keys that a message names."""
+OWN_ID_KEYS, OWN_QUESTIONS = ("id", "question_id", "prompt_id"), ("prompt", "turns")
+MOST_NOTES = 10
+"""Most notes about a file that are logged."""
 OWN_FORMS = (
-    '{"prompt": TEXT}, {"turns": [TEXT, ...]}, {"messages": [{"role": ..., "content": ...}]} or '
-    '{"conversations": [{"from": ..., "value": ...}]}, each with an id (a text or a whole number), a category, a system prompt '
-    "and tools if it has them"
+    '{"prompt": TEXT}, {"turns": [TEXT, ...]}, {"messages": [{"role": ..., "content": ...}]}, '
+    '{"conversations": [{"from": ..., "value": ...}]} or logged requests, each with an id (a text or a whole number), a '
+    "category, a system prompt and tools if it has them"
 )
 
 
-def _parse_own(record: Any, index: int) -> Prompt | None:
-    """Parse a user's prompt or conversation in `OWN_FORMS`; the user's turns are the prompt."""
+def _parse_own(record: Any, index: int, notes: Counter[str]) -> Prompt | None:
+    """Parse a user's prompt, or a conversation in a form of the data (see `forms`); the user's turns are the prompt."""
+    rest = {key: value for key, value in record.items() if key not in (*OWN_ID_KEYS, "category")}
+    # 1. The user's turns alone, or the conversation that they are in.
+    keys = [] if "messages" in record or "conversations" in record else [key for key in OWN_QUESTIONS if key in rest]
+    if keys:
+        asked = rest.pop(keys[0])
+        asked = [asked] if keys[0] == "prompt" else asked
+        if keys[1:] or not isinstance(asked, list) or not _all_texts(asked):
+            return None
+        rest["messages"] = [{"role": "user", "content": text} for text in asked]
+        conversation = FORMS["messages"].parse(rest, notes)
+        own = None if isinstance(conversation, str) else (system_of(conversation), asked)
+    else:
+        form = form_of([rest]) or "messages"
+        conversation = FORMS[form].parse(rest, notes)
+        own = None if isinstance(conversation, str) else asked_in(conversation)
+    if own is None or isinstance(conversation, str):
+        return None
+    # 2. The prompt.
     id = next((record[key] for key in OWN_ID_KEYS if record.get(key) is not None), index)
-    own = _own_turns(record)
-    if own is None or (tools := tools_of(record)) is None or any(record.get(key) for key in MEDIA_KEYS):
-        return None
-    system, turns = own
-    if system is None and (given := first_value(record, SYSTEM_KEYS)) is not None and (system := text_of(given)) is None:
-        return None
-    prompt = _prompt(id, record.get("category") or "prompt", turns)
-    # As in the training, an empty system prompt is none.
-    return None if prompt is None else replace(prompt, system=system if system and system.strip() else None, tools=tools)
+    prompt = _prompt(id, record.get("category") or "prompt", own[1])
+    return None if prompt is None else replace(prompt, system=own[0], tools=conversation.tools)
 
 
-def _own_turns(record: Any) -> tuple[str | None, list[Any]] | None:
-    """Return the system message of the turns, if any, and the user's turns; None for an unknown form.
+def system_of(conversation: Conversation) -> str | None:
+    """Return the system message that a conversation begins with."""
+    first = conversation.turns[0] if conversation.turns else None
+    return first.content if first is not None and first.role == "system" else None
 
-    Answers between them are left out: they are the target's.
-    """
-    present = [key for key in OWN_TURNS if key in record]
-    if "prompt" in present and "messages" in present:
-        present.remove("prompt")  # UltraChat has the first message twice
-    if len(present) != 1:
+
+def asked_in(conversation: Conversation) -> tuple[str | None, list[str]] | None:
+    """Return the system message and the user's turns; None unless user and assistant take turns."""
+    system = system_of(conversation)
+    turns = conversation.turns[system is not None :]
+    if not turns or any(turn.role != ("assistant" if index % 2 else "user") for index, turn in enumerate(turns)):
         return None
-    (key,) = present
-    if key == "prompt":
-        return None, [record[key]]
-    turns = record[key]
-    if not isinstance(turns, list):
-        return None
-    if key == "turns":
-        return None, list(turns)
-    if not all(isinstance(turn, dict) for turn in turns):
-        return None
-    roles = [ROLES.get(str(first_value(turn, ROLE_KEYS)).strip().lower()) for turn in turns]
-    texts = [text_of(first_value(turn, TEXT_KEYS)) for turn in turns]
-    system = texts[0] if roles[:1] == ["system"] else None
-    start = int(roles[:1] == ["system"])
-    if not roles[start:] or any(role != ("assistant" if index % 2 else "user") for index, role in enumerate(roles[start:])):
-        return None
-    return system, texts[start::2]
+    return system, [turn.content for turn in turns[::2]]
 
 
 def _prompt(id: Any, category: Any, turns: Any, solution: str | None = None) -> Prompt | None:
@@ -230,22 +218,20 @@ SUITE_NAME = re.compile(r"\w[\w.-]*")
 def _read_prompts(name: str, path: str | None, revision: str | None) -> list[Prompt]:
     """Read the prompts of a published suite, or of a user's file."""
     suite = SUITES.get(name)
-    parse = PARSERS.get(name, _parse_own)
     location, records = _records(name, path, revision)
-    prompts, unused = list[Prompt](), Counter[str]()
+    prompts, notes = list[Prompt](), Counter[str]()
+    parse = PARSERS.get(name, partial(_parse_own, notes=notes))
     for index, record in enumerate(records):
         prompt = parse(record, index) if isinstance(record, dict) else None
+        if has_surrogate(json.dumps(record if prompt is None else prompt.facts, ensure_ascii=False)):
+            raise ValueError(f"{location}, {_where(path, index)}: half a surrogate pair isn't valid Unicode; correct the text")
         if prompt is None:
             remedy = "Give the suite's published file" if suite else _remedy(record, index, path)
-            raise ValueError(f"{location}, {_where(path, index)}: not a prompt of {name}: {record!r:.100}. {remedy}")
-        tools = json.dumps(prompt.tools, ensure_ascii=False)
-        if any(map(has_surrogate, (prompt.id, prompt.category, prompt.system or "", tools, *prompt.turns))):
-            raise ValueError(f"{location}, {_where(path, index)}: half a surrogate pair isn't valid Unicode; correct the text")
+            shown = "a logged request" if form_of([record]) == TRAFFIC else f"{record!r:.100}"  # it may be private
+            raise ValueError(f"{location}, {_where(path, index)}: not a prompt of {name}: {shown}. {remedy}")
         prompts.append(prompt)
-        unused.update(key for key in record if suite is None and key not in OWN_KEYS and record[key] not in EMPTY)
-    if unused:
-        keys = ", ".join(f"{key!r} of {count} records" for key, count in unused.most_common(MOST_KEYS))
-        logger.warning("%s: not used: %s", location, keys)
+    for note, count in notes.most_common(MOST_NOTES):
+        logger.warning("%s: %d records with %s", location, count, note)
     repeated = [id for id, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
     if repeated:
         raise ValueError(f"{location} holds two prompts with the id {repeated[0]!r}; ids must differ. Remove one of them")

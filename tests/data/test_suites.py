@@ -230,3 +230,17 @@ def test_a_suite_name_that_is_no_file_name_is_an_error(tmp_path: Path) -> None:
     for name in ("../mine", "", ".hidden", "a b", "a/b"):
         with pytest.raises(ValueError, match="use letters, digits, .*rename its file"):
             load_suite(name, path)
+
+
+def test_logged_requests_are_a_suite_without_what_is_private(tmp_path: Path) -> None:
+    asked = {"messages": [{"role": "user", "content": "Write to jane@example.org, please."}]}
+    reply = {"choices": [{"message": {"role": "assistant", "content": "Done."}}]}
+    path = write(tmp_path / "log.jsonl", [{"request": asked, "response": reply}])
+    (prompt,) = load_suite("log", path).prompts
+    assert prompt.turns == ("Write to [e-mail], please.",)
+    path = write(
+        tmp_path / "log.jsonl", [{"request": {"messages": [{"role": "tool", "content": "secret"}]}, "response": reply}]
+    )
+    with pytest.raises(ValueError, match="line 1: not a prompt of log: a logged request") as error:
+        load_suite("log", path)
+    assert "secret" not in str(error.value)
