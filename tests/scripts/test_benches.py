@@ -14,6 +14,7 @@ import pytest
 import torch
 import typer
 
+from outrider.cli.main import run_command
 from outrider.models.llm.loading import load_target
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -378,3 +379,33 @@ def test_forecasts_are_compared_with_the_evaluation_that_followed(script, tmp_pa
     assert whole["measured speedup"] == 2.0
     assert (half["labels"], half["held"], half["error"]) == (200, False, round(1.7 / 1.85 - 1, 3))
     assert written["tokens_per_step"] == {"rows": 2, "held": 1, "median error": 0.081}
+
+
+@pytest.mark.slow
+def test_a_label_curve_has_a_row_for_each_part_kind_and_seed(script, tiny_target_dir, tmp_path, monkeypatch):
+    questions = tmp_path / "question.jsonl"
+    questions.write_text(
+        "".join(json.dumps({"question_id": i, "category": "c", "turns": ["Write.", "Again."]}) + "\n" for i in range(4))
+    )
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"""base: demo
+output_dir: {tmp_path / "run"}
+target: {{name_or_path: {tiny_target_dir}}}
+data: {{limit: 16, max_length: 96, prompt_chars: [20, 40]}}
+distill: {{horizon: 3, shard_examples: 8}}
+drafter: {{exit_width: 16, num_blocks: 1, head_init: random}}
+train: {{steps: 8, warmup_steps: 1, batch_size: 4, max_positions: 64, gradient_accumulation: 1}}
+eval: {{suites: [{{name: mt_bench, path: {questions}}}], settings: [{{beam_width: 2, beam_length: 3}}]}}
+variants: {{redrafter: {{}}}}
+"""
+    )
+    run_command(["run", str(recipe), "stages=[distill]"])
+    output = tmp_path / "curve.json"
+    command = ["label_curve.py", str(recipe), "--kinds", "redrafter", "--parts", "0.5,1", "--work", str(tmp_path / "work")]
+    monkeypatch.setattr(sys, "argv", [*command, "--prompts", "4", "--max-new-tokens", "8", "--output", str(output)])
+    script("bench/label_curve").main()
+    rows = rows_of(output)
+    assert [(row["seed"], row["steps"]) for row in rows] == [(0, 4), (1, 4), (0, 8), (1, 8)]
+    assert rows[0]["labels"] < rows[2]["labels"]
+    assert all(1 <= row["tokens per step"] <= 4 and row["95 %"] for row in rows)
