@@ -4,9 +4,9 @@ A miss is a step whose draft ended before a token that the drafter could have ha
 these that holds:
 
     uncertain       the target itself gave its token less than half of the probability
+    outside         the token is not in the reduced draft vocabulary
     free            the same tokens stood earlier in the text, before the same token: suffix lookup finds it
     ranked too low  the drafter's search had the token, and the draft tree left it out
-    outside         the token is not in the reduced draft vocabulary
     not learned     the drafter didn't think of it
 
 Not misses: steps at the end of an answer, steps without a draft, and drafts that were right up to their last level.
@@ -21,8 +21,9 @@ import pandas as pd
 from ..records.records import ENDED, FULL, IN_REACH, NO_DRAFT, OUTSIDE, EvalRecord
 
 UNCERTAIN, FREE, RANKED, NOT_IN_VOCABULARY, NOT_LEARNED = "uncertain", "free", "ranked too low", "outside", "not learned"
-CAUSES = (UNCERTAIN, FREE, RANKED, NOT_IN_VOCABULARY, NOT_LEARNED)
+CAUSES = (UNCERTAIN, NOT_IN_VOCABULARY, FREE, RANKED, NOT_LEARNED)
 """In the order in which they are tried."""
+NOT_COPIED = "no"
 SURE = 0.5
 """Least probability of a token of which the target is not called uncertain."""
 LOOKUP = (4, 3, 2)
@@ -60,7 +61,7 @@ def steps_of(record: EvalRecord) -> Iterator[dict[str, Any]]:
             "emitted": min(accepted + 1, len(record.token_ids) - position),
             "accepted": accepted,
             "token": kind_of(drafts.texts[chosen]),
-            "copied": "from the prompt" if match is not None and match < start else "no",
+            "copied": "from the prompt" if match is not None and match < start else NOT_COPIED,
             "place": places[chosen],
             "context": next((f"up to {bound}" for bound in CONTEXTS if start + chosen <= bound), f"over {CONTEXTS[-1]}"),
             "end": end,
@@ -75,9 +76,11 @@ def cause_of(end: str, probability: float, *, is_free: bool) -> str | None:
         return None
     if probability < SURE:
         return UNCERTAIN
+    if end == OUTSIDE:
+        return NOT_IN_VOCABULARY
     if is_free:
         return FREE
-    return {IN_REACH: RANKED, OUTSIDE: NOT_IN_VOCABULARY}.get(end, NOT_LEARNED)
+    return RANKED if end == IN_REACH else NOT_LEARNED
 
 
 def earlier_matches(ids: Sequence[int]) -> list[int | None]:
@@ -157,7 +160,8 @@ class Explanation:
                 f"On its training's own texts it was {self.estimate:.2f}; that is lost here, as if its inputs were others. "
                 "Compare the target, its quantisation and the feature layers with those of its training."
             )
-        if share < FAR_LESS:
+        own = [cause.name for cause in self.causes if cause.name not in (UNCERTAIN, FREE)]
+        if share < FAR_LESS and own[:1] == [NOT_LEARNED]:
             return (
                 f"On its training's own texts it was {self.estimate:.2f}. Either it has learned those by heart, or these are "
                 "texts of another kind."
@@ -255,7 +259,7 @@ def where_of(steps: pd.DataFrame, cause: str) -> str | None:
     for column in GROUPS:
         for value, inside in steps.groupby(column)[column]:
             own, others = is_cause[inside.index], is_cause.drop(inside.index)
-            if min(len(own), len(others)) < LEAST_STEPS:
+            if min(len(own), len(others)) < LEAST_STEPS or value == NOT_COPIED:  # a copied token has another cause
                 continue
             excess = own.sum() - len(own) * others.mean()
             if excess > most and own.mean() > MUCH_WORSE * others.mean():
