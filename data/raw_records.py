@@ -144,7 +144,7 @@ def _records_in(path: Path, broken: Counter[str] | None) -> Iterator[Any]:
 
 
 def _json_records(path: Path, broken: Counter[str] | None) -> Iterator[Any]:
-    with _opened(path) as file:
+    with _opened(path, errors="strict" if broken is None else "replace") as file:  # half a character ends half a line
         first = True
         for line_number, line in enumerate(iter(partial(file.readline, MAX_LINE_CHARS + 1), ""), 1):
             if first and line.lstrip().startswith("["):
@@ -209,11 +209,11 @@ def _parse_json(text: str, path: Path, line_number: int) -> Any:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[TextIO]:
+def _opened(path: Path, errors: str = "strict") -> Iterator[TextIO]:
     """Open a text file, plain or gzip. Raises ValueError with its name if it is damaged."""
     # utf-8-sig: some exports begin with a byte order mark, which JSON doesn't allow.
-    encoding = "utf-8-sig"
-    with gzip.open(path, "rt", encoding=encoding) if path.suffix.lower() == ".gz" else path.open(encoding=encoding) as file:
+    options: dict[str, Any] = {"encoding": "utf-8-sig", "errors": errors}
+    with gzip.open(path, "rt", **options) if path.suffix.lower() == ".gz" else path.open(**options) as file:
         try:
             yield file
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:

@@ -210,21 +210,39 @@ def _message(reply: Mapping[str, Any]) -> dict[str, Any] | None:
     return None
 
 
+def _add_call(calls: dict[int, dict[str, Any]], part: Mapping[str, Any], place: int) -> None:
+    """Add a piece of a call, which its index, or its place among the piece's calls, tells from others."""
+    index, function = part.get("index"), part.get("function")
+    call = calls.setdefault(
+        index if isinstance(index, int) else place, {"type": "function", "function": {"name": "", "arguments": ""}}
+    )
+    if part.get("id"):
+        call["id"] = part["id"]
+    for key, value in function.items() if isinstance(function, dict) else ():
+        if isinstance(value, str):
+            call["function"][key] = call["function"].get(key, "") + value
+
+
+def _deltas(piece: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what a piece of a stream adds to the first reply of several."""
+    choices = piece.get("choices")
+    first = [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
+    return [delta for choice in first if choice.get("index", 0) == 0 and isinstance(delta := choice.get("delta"), dict)]
+
+
 def _whole(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return a streamed reply as one that wasn't. The last pieces have the counts."""
     whole, message, calls = dict[str, Any](), dict[str, Any](), dict[int, dict[str, Any]]()
     for piece in pieces:
         whole |= {key: value for key, value in piece.items() if value is not None and key != "choices"}
-        choices = piece.get("choices")
-        delta = choices[0].get("delta") if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
-        for key, value in delta.items() if isinstance(delta, dict) else ():
-            if isinstance(value, str) and key != "role":
-                message[key] = message.get(key, "") + value
-        for part in (delta.get("tool_calls") or []) if isinstance(delta, dict) else ():
-            call = calls.setdefault(part.get("index", 0), {"type": "function", "function": {"name": "", "arguments": ""}})
-            call |= {"id": part["id"]} if part.get("id") else {}
-            for key, value in (part.get("function") or {}).items():
-                call["function"][key] = call["function"].get(key, "") + (value or "")
+        for delta in _deltas(piece):
+            for key, value in delta.items():
+                if isinstance(value, str) and key != "role":
+                    message[key] = message.get(key, "") + value
+            parts = delta.get("tool_calls")
+            for place, part in enumerate(parts if isinstance(parts, list) else []):
+                if isinstance(part, dict):
+                    _add_call(calls, part, place)
     if calls:
         message["tool_calls"] = list(calls.values())
     return {**whole, "choices": [{"message": {"content": "", **message}}]} if message else whole
@@ -234,11 +252,11 @@ def _body(value: Any) -> Any:
     """Return the body of a request or reply in a log, where it may be JSON text, or the text of a stream of events."""
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
-            if value.startswith("data:"):
-                lines = [line[5:].strip() for line in value.splitlines() if line.startswith("data:")]
-                return [json.loads(line) for line in lines if line.startswith("{")]
             if value.startswith("{"):
                 return _body(json.loads(value))
+            lines = [line[5:].strip() for line in value.splitlines() if line.startswith("data:")]
+            if lines:
+                return [json.loads(line) for line in lines if line.startswith("{")]
     while isinstance(value, dict) and "messages" not in value and "choices" not in value:
         inner = next((value[key] for key in BODY_KEYS if isinstance(value.get(key), dict | str | list)), None)
         if inner is None:

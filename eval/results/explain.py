@@ -12,6 +12,7 @@ these that holds:
 Not misses: steps at the end of an answer, steps without a draft, and drafts that were right up to their last level.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +35,8 @@ GROUPS = ("token", "copied", "place", "context", "suite", "category")
 """Columns by which misses are told apart."""
 LEAST_STEPS = 20
 """Steps that a group has at least, for its rate to be compared with the others'."""
+LEAST_ESTIMATE = 1.2
+"""Tokens per step of a training below which there is hardly anything to lose."""
 FAR_LESS, HARDLY_ANY = 0.5, 0.2
 """Shares of the accepted tokens of its training below which a drafter falls short of it, and has lost it."""
 MUCH_WORSE = 1.5
@@ -154,7 +157,9 @@ class Explanation:
                 "Its training had another chat template, so it sees other inputs here. Evaluate with that one "
                 "(--chat-template), or train with this one (data.chat_template)."
             )
-        share = 1.0 if self.estimate is None else (self.tokens_per_step - 1) / max(self.estimate - 1, 1e-9)
+        if self.estimate is None or self.estimate < LEAST_ESTIMATE:
+            return None
+        share = (self.tokens_per_step - 1) / (self.estimate - 1)
         if share < HARDLY_ANY:
             return (
                 f"On its training's own texts it was {self.estimate:.2f}; that is lost here, as if its inputs were others. "
@@ -250,21 +255,28 @@ def _explained(label: str, steps: pd.DataFrame) -> Explanation:
 
 
 def where_of(steps: pd.DataFrame, cause: str) -> str | None:
-    """Return the group with the most misses of a cause beyond the others' rate.
+    """Return the group that tells most about where a cause's misses are: that with the largest log-likelihood ratio.
 
-    None if these are less than a quarter of all misses of this cause.
+    Its rate must be far beyond the others', and its misses beyond their rate a quarter of all of this cause; else None.
     """
     is_cause = steps["cause"] == cause
-    best, most = None, is_cause.sum() / 4
+    best, most = None, 0.0
     for column in GROUPS:
         for value, inside in steps.groupby(column)[column]:
             own, others = is_cause[inside.index], is_cause.drop(inside.index)
             if min(len(own), len(others)) < LEAST_STEPS or value == NOT_COPIED:  # a copied token has another cause
                 continue
             excess = own.sum() - len(own) * others.mean()
-            if excess > most and own.mean() > MUCH_WORSE * others.mean():
-                best, most = f"{column} {value}", excess
+            gain = _log_likelihood(own) + _log_likelihood(others) - _log_likelihood(is_cause)
+            if own.mean() > MUCH_WORSE * others.mean() and excess > is_cause.sum() / 4 and gain > most:
+                best, most = f"{column} {value}", gain
     return best
+
+
+def _log_likelihood(is_cause: pd.Series) -> float:
+    """Return the log-likelihood of these steps at their own rate."""
+    count, total = int(is_cause.sum()), len(is_cause)
+    return sum(part * math.log(part / total) for part in (count, total - count) if part)
 
 
 ADVICE = {

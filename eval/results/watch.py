@@ -9,20 +9,22 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
 from ...data.conversations import text_of
+from ...data.fields import MAX_COUNT
 from ...data.raw_records import line_of_record, read_records
 from ...data.traffic import kind_of_request, reply_of, request_of
 
 TIME_KEYS = ("timestamp", "time", "created_at", "created", "start_time", "startTime", "ts")
 MILLISECONDS_FROM = 1e11
 """Numbers from here on are times in milliseconds: as seconds they would be in the year 5138."""
-NO_COUNTS, NO_TIME = "requests without counts of drafts", "requests without a time"
+NO_COUNTS, NO_TIME = "requests without counts of drafts", "requests without a time, or with one in the future"
 BAD_COUNTS = "requests with impossible counts of drafts"
 LEAST_REQUESTS = 20
 """Requests of a group on each side below which nothing is concluded from it."""
@@ -50,7 +52,7 @@ def counts_of(reply: Mapping[str, Any]) -> tuple[int, int] | None:
         accepted = tokens - steps if isinstance(tokens, int) and isinstance(steps, int) else None
     else:
         return None
-    if type(steps) is not int or type(accepted) is not int or steps < 0 or accepted < 0:
+    if not all(type(count) is int and 0 <= count < MAX_COUNT for count in (steps, accepted)):
         raise ValueError("counts of drafts are whole numbers from 0 on")
     return (steps + accepted, steps) if steps else None
 
@@ -59,16 +61,24 @@ def week_of(*bodies: Mapping[str, Any]) -> str | None:
     """Return the ISO week of the first time in a record or its reply, such as 2026-W48; None without one."""
     for value in (body[key] for body in bodies for key in TIME_KEYS if body.get(key)):
         try:
-            if isinstance(value, str) and not value.replace(".", "", 1).isdigit():
-                time = datetime.fromisoformat(value)
-            else:
-                seconds = float(value)
-                time = datetime.fromtimestamp(seconds / 1000 if seconds > MILLISECONDS_FROM else seconds, UTC)
+            time = _time(value)
         except (ValueError, TypeError, OverflowError, OSError):
             continue
-        year, week, _ = time.isocalendar()
-        return f"{year:04}-W{week:02}"
+        if time <= datetime.now(UTC) + timedelta(days=1):
+            year, week, _ = time.isocalendar()
+            return f"{year:04}-W{week:02}"
     return None
+
+
+def _time(value: Any) -> datetime:
+    """Return the time of a number of seconds or milliseconds, or of a text. Raises ValueError or TypeError for others."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = datetime.fromisoformat(value)
+    if isinstance(value, datetime):
+        return value if value.tzinfo else value.replace(tzinfo=UTC)
+    seconds = float(value)
+    return datetime.fromtimestamp(seconds / 1000 if seconds > MILLISECONDS_FROM else seconds, UTC)
 
 
 def category_of(record: Mapping[str, Any], request: Mapping[str, Any], key: str | None) -> str:
@@ -76,7 +86,7 @@ def category_of(record: Mapping[str, Any], request: Mapping[str, Any], key: str 
     if key is not None:
         for body in (record, request):
             for place in (body, body.get("metadata")):
-                if isinstance(place, Mapping) and isinstance(value := place.get(key), str | int):
+                if isinstance(place, Mapping) and isinstance(value := place.get(key), str | int) and value != "":
                     return str(value)
         return "(none)"
     return kind_of_request(bool(request.get("tools") or request.get("functions")), _question(request))

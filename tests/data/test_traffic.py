@@ -96,6 +96,11 @@ def parsed(record, notes=None):
             "request": {"messages": ASKED},
             "response": {"body": "".join(f"data: {json.dumps(piece)}\n\n" for piece in STREAMED) + "data: [DONE]\n"},
         },
+        {"request": {"messages": ASKED}, "response": ": ping\n\n" + "".join(f"data: {json.dumps(p)}\n\n" for p in STREAMED)},
+        {
+            "request": {"messages": ASKED},
+            "response": [*STREAMED[:2], {"choices": [{"index": 1, "delta": {"content": "Bye"}}]}, STREAMED[2]],
+        },
         # Anthropic's API
         {
             "request": {"system": "Be short.", "messages": ASKED[1:]},

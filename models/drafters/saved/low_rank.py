@@ -13,6 +13,7 @@ from typing import Annotated
 import safetensors.torch
 import torch
 from huggingface_hub import cached_assets_path, constants
+from huggingface_hub.utils import WeakFileLock
 from jaxtyping import Float
 from pydantic import Field
 
@@ -30,7 +31,6 @@ from .folder import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     DrafterFile,
-    raise_problems,
     read_drafter_config,
     record_weights,
     require_recorded_weights,
@@ -154,20 +154,28 @@ def whole_drafter(folder: Path, resolve: Callable[[str], Path]) -> Path:
             f"{weights} is missing, altered or damaged: its SHA-256 digest is not the one in {path}; copy it again"
         )
 
-    # 2. The whole drafter.
+    # 2. The whole drafter. Other processes wait meanwhile.
     require_cache_folder(constants.HF_ASSETS_CACHE)
-    whole = cached_assets_path("outrider", namespace="low_rank", subfolder=sha256_json(asdict(file))[:32]) / "drafter"
-    if not (whole / CONFIG_FILE).is_file() or sha256_file(whole / WEIGHTS_FILE) != read_drafter_config(whole).weights_sha256:
-        with replacing_directory(whole) as new:
-            try:
-                tensors = merged(safetensors.torch.load_file(base / WEIGHTS_FILE), safetensors.torch.load_file(weights))
-            except (KeyError, RuntimeError) as error:
-                raise_problems(weights, [f"it doesn't fit its base ({error})"])
-                raise
-            safetensors.torch.save_file(tensors, new / WEIGHTS_FILE)
-            write_json(new / CONFIG_FILE, asdict(file.changed))
-            record_weights(new)
+    place = cached_assets_path("outrider", namespace="low_rank", subfolder=sha256_json(asdict(file))[:32])
+    whole = place / "drafter"
+    with WeakFileLock(place / ".lock"):
+        if not _is_whole(whole):
+            with replacing_directory(whole) as new:
+                try:
+                    tensors = merged(safetensors.torch.load_file(base / WEIGHTS_FILE), safetensors.torch.load_file(weights))
+                except (KeyError, RuntimeError) as error:
+                    raise ValueError(f"{weights} doesn't fit its base, {file.base} ({error}); copy it again") from error
+                safetensors.torch.save_file(tensors, new / WEIGHTS_FILE)
+                write_json(new / CONFIG_FILE, asdict(file.changed))
+                record_weights(new)
     return whole
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder has a drafter with the weights that were saved."""
+    if not (folder / CONFIG_FILE).is_file() or not (folder / WEIGHTS_FILE).is_file():
+        return False
+    return sha256_file(folder / WEIGHTS_FILE) == read_drafter_config(folder).weights_sha256
 
 
 def _lasting_name(base: Path) -> str:

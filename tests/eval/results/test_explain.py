@@ -1,5 +1,6 @@
 """Why drafts end: each miss has one cause, and the groups that are far worse than others are named."""
 
+import pandas as pd
 import pytest
 
 from outrider.eval.records.records import Drafts, EvalRecord
@@ -15,6 +16,7 @@ from outrider.eval.results.explain import (
     explain,
     kind_of,
     places_of,
+    where_of,
 )
 
 from ..conftest import MakeRecord
@@ -145,3 +147,19 @@ def test_places_in_an_answer():
     assert list(places_of(texts)) == [
         *("thinking", "thinking", "answer", "answer", "answer", "code", "code", "answer", "answer"),
     ]
+
+
+def test_a_small_group_in_which_nearly_all_misses_are_is_named_before_a_large_one_with_some(make_record):
+    """Short texts hold all the Chinese ones, so they have more of the misses, too."""
+    groups = [("chinese", 100, 300, 70), ("law", 100, 900, 90), ("law", 2000, 300, 10)]  # category, context, steps, misses
+    steps = pd.DataFrame(
+        {
+            "cause": NOT_IN_VOCABULARY if number < misses else None,
+            "category": category,
+            "context": context,
+            **dict.fromkeys(("token", "copied", "place", "suite"), "x"),
+        }
+        for category, context, count, misses in groups
+        for number in range(count)
+    )
+    assert where_of(steps, NOT_IN_VOCABULARY) == "category chinese"

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from outrider.eval.results.watch import BAD_COUNTS, NO_COUNTS, NO_TIME, Sums, ca
 
 from ...commands import invoke
 
-OLD, NEW = 1_795_000_000, 1_795_700_000
+OLD, NEW = 1_695_000_000, 1_695_700_000
 """Times in two weeks."""
 
 
@@ -84,12 +85,15 @@ def test_impossible_counts_are_no_counts(body):
 @pytest.mark.parametrize(
     ("value", "week"),
     [
-        ("2026-11-28T09:00:00Z", "2026-W48"),
-        ("2026-11-28 09:00:00", "2026-W48"),
-        (1795856400, "2026-W48"),
-        ("1795856400.5", "2026-W48"),
-        (1795856400_000, "2026-W48"),
-        ("2027-01-01", "2026-W53"),
+        ("2023-11-28T09:00:00Z", "2023-W48"),
+        ("2023-11-28 09:00:00", "2023-W48"),
+        ("20231128", "2023-W48"),
+        (datetime(2023, 11, 28, tzinfo=UTC), "2023-W48"),  # of a Parquet file
+        (1701162000, "2023-W48"),
+        ("1701162000.5", "2023-W48"),
+        (1701162000_000, "2023-W48"),
+        ("2021-01-01", "2020-W53"),
+        ("2999-01-01", None),
         ("yesterday", None),
         (float("inf"), None),
         ({}, None),
@@ -102,7 +106,7 @@ def test_times_are_weeks(value, week):
 def test_categories_are_a_key_or_what_is_asked_for():
     assert category_of({}, request("x", metadata={"task": "mail"}), "task") == "mail"
     assert category_of({"task": 3}, request("x"), "task") == "3"
-    assert category_of({}, request("x"), "task") == "(none)"
+    assert category_of({}, request("x"), "task") == category_of({"task": ""}, request("x"), "task") == "(none)"
     assert category_of({}, request("x", tools=[{}]), None) == "tools"
     assert category_of({}, request("Mend this:\n```py\n1\n```"), None) == "code"
     assert category_of({}, {"messages": "?"}, None) == "text"
@@ -165,6 +169,8 @@ def test_what_cannot_be_used_is_counted_and_a_log_without_counts_is_an_error(tmp
     path = write(tmp_path / "log.jsonl", [good, *bad, 7])
     with path.open("a") as file:
         file.write('{"request": {"mess')  # the server is still writing
+    with path.open("ab") as binary:
+        binary.write("\u00e9".encode()[:1])
     found = watch([path])
     assert found.notes == {NO_COUNTS: 2, NO_TIME: 1, BAD_COUNTS: 1, "lines that are no JSON: not used": 1}
     assert sum(sums.count for sums in found.groups.values()) == 1
