@@ -30,7 +30,8 @@ class LowRankAdamW(torch.optim.AdamW):
     as vectors, is trained whole.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], rank: int, *, lr: float) -> None:
+    def __init__(self, groups: list[dict[str, Any]], rank: int, *, lr: float, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)  # the same factors in all processes
         self._matrices = list[tuple[nn.Parameter, torch.Tensor, nn.Parameter, nn.Parameter]]()
         super().__init__(
             [{**group, "params": [of for weight in group["params"] for of in self._trained(weight, rank)]} for group in groups],
@@ -42,8 +43,8 @@ class LowRankAdamW(torch.optim.AdamW):
         if not has_factors(weight.shape, rank):
             return [weight]
         *stack, out, width = weight.shape
-        up, down = nn.Parameter(weight.new_zeros(*stack, out, rank)), nn.Parameter(weight.new_empty(*stack, rank, width))
-        nn.init.normal_(down, std=1 / math.sqrt(width))
+        drawn = torch.randn(*stack, rank, width, generator=self._generator) / math.sqrt(width)
+        up, down = nn.Parameter(weight.new_zeros(*stack, out, rank)), nn.Parameter(drawn.to(weight))
         self._matrices.append((weight, weight.detach().clone(), up, down))
         return [up, down]
 

@@ -286,6 +286,6 @@ def make_optimizer(drafter: TrainableDrafter, config: TrainConfig) -> tuple[torc
     if config.lora_rank is None:
         optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
     else:
-        optimizer = LowRankAdamW(groups, config.lora_rank, lr=config.learning_rate)
+        optimizer = LowRankAdamW(groups, config.lora_rank, lr=config.learning_rate, seed=config.seed)
     name, num_steps = SCHEDULES[config.schedule], config.steps
     return optimizer, get_scheduler(name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=num_steps)

@@ -12,11 +12,13 @@ from accelerate import Accelerator
 from outrider.data.shards import label_store
 from outrider.data.types import UNKNOWN, DistilledExample
 from outrider.models.drafters import DRAFTERS as REGISTERED
+from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.llm.hf_target import HFTarget
 
 from .conftest import Run, write_shards
 from .launching import CONFIG, DRAFTERS, IN_ONE_PROCESS, STEPS, launch, numbers, weights
 
+LOW_RANK = {"lora_rank": 2}
 KINDS = {
     "redrafter": "redrafter",
     # its recurrence gets no gradient, an error for DDP without the option
@@ -72,8 +74,17 @@ def special_shards(short_shards_dir: Path, sparse_shards_dir: Path) -> dict[str,
 
 
 @pytest.fixture(scope="module")
+def base_dir(target: HFTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save the drafter that a low-rank change starts from."""
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    save_drafter(build_drafter(parse_drafter(DRAFTERS["redrafter"]), target), folder, target.identity)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def launched(
-    tiny_target_dir: Path, shards_dir: Path, special_shards: dict[str, Path], once_per_run: Callable[..., Path]
+    tiny_target_dir: Path, shards_dir: Path, special_shards: dict[str, Path], base_dir: Path, once_per_run: Callable[..., Path]
 ) -> Path:
     """Run all training runs in one launch of two processes, each in its folder.
 
@@ -93,6 +104,8 @@ def launched(
         trainings[name]["tensor_parallel"] = name.startswith("sliced")
         if name in special_shards:
             trainings[name]["shards"] = str(special_shards[name])
+    low_rank = {"config": {**CONFIG, **LOW_RANK}, "drafter": {"start_from": str(base_dir)}, "fsdp": False}
+    trainings = {"low rank": {**low_rank, "tensor_parallel": False}, **trainings}
     trainings["fsdp resumed"] = {**trainings["fsdp medusa"], "from": "fsdp medusa", "at": 2}
     arguments = ["--config_file", "conf/launch/cpu.yaml"]
     return once_per_run("processes", lambda output: launch(arguments, tiny_target_dir, shards_dir, output, trainings))
@@ -115,6 +128,18 @@ def test_two_processes_train_like_one_on_the_same_texts_per_step(name, launched,
     # Adam scales rounding errors of gradients near zero (EAGLE's first ones) up to whole steps.
     for key in ours if KINDS[name] in ("redrafter", "medusa") else ():
         torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_same_low_rank_change_as_one(
+    launched: Path, base_dir: Path, run_train: Callable[..., Run]
+) -> None:
+    run = run_train(replace_drafter={"start_from": str(base_dir)}, **{**CONFIG, **IN_ONE_PROCESS, **LOW_RANK})
+    ours, theirs = weights(run.train_dir.parent), weights(launched / "low rank")
+    assert ours.keys() == theirs.keys()
+    for key in ours:
+        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-3, atol=1e-4)
+    assert (launched / "low rank/drafter/low_rank/model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(("name", "expected"), [("one depth", True), ("redrafter", False), ("eagle3", False)])
