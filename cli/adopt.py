@@ -50,16 +50,21 @@ def adopt_command(options: AdoptOptions) -> None:
     from ..eval.records.run_files import read_info
     from ..eval.results.adoption import changes, objections, pairs
     from ..eval.results.rows import read_rows
+    from ..models.drafters.saved.download import resolve_drafter
     from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config, require_recorded_weights
+    from ..models.drafters.saved.low_rank import is_low_rank
 
     # 1. Both drafters, and what was measured of them.
     if Path.cwd().is_relative_to(options.old.resolve()):
         raise ValueError(f"old is {options.old}, which is or contains the current folder; change to another folder")
-    for folder in (options.old, options.new):
+    if is_low_rank(options.old):
+        raise ValueError(f"old is {options.old}, a low-rank change; give the folder of a whole drafter")
+    new = resolve_drafter(options.new)  # a low-rank change is adopted as the whole drafter that it makes
+    for folder in (options.old, new):
         read_drafter_config(folder)
         require_recorded_weights(folder)
     rows, info = read_rows(options.records), read_info(options.records / RUN_FILE)
-    digests = [sha256_file(folder / WEIGHTS_FILE) for folder in (options.old, options.new)]
+    digests = [sha256_file(folder / WEIGHTS_FILE) for folder in (options.old, new)]
     methods = pairs(info.config["methods"], *digests)
     found = list(changes(read_records(options.records / RECORDS_FILE).values(), methods))
     reasons = objections(found, rows, [new for _, new in methods.values()], gain_on=options.gain_on, loss=options.loss)
@@ -81,7 +86,7 @@ def adopt_command(options: AdoptOptions) -> None:
     with replacing_directory(kept) as folder:
         shutil.copytree(options.old, folder, dirs_exist_ok=True)
     with replacing_directory(options.old) as folder:
-        shutil.copytree(options.new, folder, dirs_exist_ok=True)
+        shutil.copytree(new, folder, dirs_exist_ok=True)
     text = f"{options.old} is now the drafter of {options.new}; the earlier one is {kept}"
     console.print(f"[bold]{escape(text)}[/]", soft_wrap=True)
 

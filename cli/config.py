@@ -208,6 +208,7 @@ class RunConfig:
     def _drafter_problems(self, name: str, variant: Variant, run: "DrafterRun") -> list[str]:
         """Check options that depend on each other: the labels' horizon and the drafter's settings."""
         from ..models.drafters.saved.build import require_horizon
+        from ..models.drafters.saved.low_rank import is_merged
 
         section, problems = f"variants.{name}" if name else "", []
         if "distill" in self.stages:
@@ -221,10 +222,15 @@ class RunConfig:
             if run.train.mixes_teacher_and_labels and self.distill.label_temperature not in (0, 1):
                 line = TEACHER_TEMPERATURE.format(self.distill.label_temperature)
                 problems.append(under(section, line, VARIANT_OPTIONS))
-        if run.train.lora_rank is not None and run.drafter.start_from is None:
+        if (rank := run.train.lora_rank) is not None and (start := run.drafter.start_from) is None:
             line = (
-                f"train.lora_rank is {run.train.lora_rank}, which changes a trained drafter; set drafter.start_from, or "
-                "train.lora_rank=null"
+                f"train.lora_rank is {rank}, which changes a trained drafter; set drafter.start_from, or train.lora_rank=null"
+            )
+            problems.append(under(section, line, VARIANT_OPTIONS))
+        elif rank is not None and is_merged(start):
+            line = (
+                "drafter.start_from is a low-rank change itself, and train.lora_rank changes a whole drafter; start from its "
+                "base, or set train.lora_rank=null"
             )
             problems.append(under(section, line, VARIANT_OPTIONS))
         temperature: float = getattr(run.drafter.config, "temperature", 0.0)

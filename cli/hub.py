@@ -101,10 +101,13 @@ def push_command(options: PushOptions) -> None:
     """
     from huggingface_hub.utils import validate_repo_id
 
-    from ..models.drafters.saved.download import HUB_ID, telling_hub_errors
+    from ..models.drafters.saved.download import telling_hub_errors
+    from ..models.drafters.saved.folder import HUB_ID
+    from ..models.drafters.saved.low_rank import require_shared_base
     from ..models.export.package import CERTIFICATE_FILE, README_FILE, package_files, read_certificate
 
     folder, repo, revision, public = options.folder, options.repo, options.revision, options.public
+    require_shared_base(folder)
     if HUB_ID.fullmatch(repo) is None or "@" in repo:
         raise ValueError(f"{repo!r} is not the name of a repository; give user/name")
     with telling_hub_errors(repo):

@@ -68,7 +68,7 @@ def tune_command(options: TuneOptions) -> None:
     from ..data.files import guarded
     from ..eval.run import check_inputs
     from ..eval.tune.run import tune
-    from ..models.drafters.saved.download import HUB_ID
+    from ..models.drafters.saved.folder import HUB_ID
     from ..models.drafters.saved.loading import tuned_folder
     from ..models.drafters.saved.parts import parse_drafter_name
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from ..data.fields import OPTIONS
 
 if TYPE_CHECKING:
-    from ..eval.results.watch import Change, Repeated, Watch
+    from ..eval.results.watch import Change
 
 Z = 1.96
 """Standard deviations of a 95 % interval."""
@@ -43,50 +43,48 @@ def watch_command(options: WatchOptions) -> None:
     from ..eval.results.watch import watch
 
     found = watch([file for log in options.logs for file in record_files(log)], options.category)
-    changes, weeks = found.changes(), found.weeks
+    weeks, last, changes = found.weeks(), found.last_week(), found.changes()
     fallen = [change for change in changes if change.fell(options.fall)]
 
     # 1. The headline.
-    console, (last, now) = Console(), list(weeks.items())[-1]
-    text = f"{now.ratio:.2f} tokens per step in {last}"
-    if len(weeks) > 1:
+    console = Console()
+    text = f"{weeks[last].ratio:.2f} tokens per step in {last}"
+    if changes:
         of = ", ".join(change.category or "all requests" for change in fallen)
-        text += f", {changes[0].before.ratio:.2f} before: " + (f"fallen ({of})" if of else "not fallen")
+        verdict = f"fallen ({of})" if of else "not fallen" if changes[0].has_enough else "too few requests to tell"
+        text += f", {changes[0].before.ratio:.2f} before: {verdict}"
     console.print(f"[bold]{escape(text)}[/]", soft_wrap=True)
     for note, count in found.notes.most_common():
         console.print(f"{count} {note}", soft_wrap=True)
 
-    # 2. The tables.
-    table = Table("Week", "Requests", "Tokens per step [95 %]", box=box.SIMPLE)
+    # 2. The tables, and the places of the costliest questions.
+    table = Table("Week", "Requests", "Questions", "Tokens per step [95 %]", box=box.SIMPLE)
     for week, sums in weeks.items():
         low, high = sums.interval(Z)
-        table.add_row(week, f"{sums.count:,}", f"{sums.ratio:.2f}" + (f" [{low:.2f}, {high:.2f}]" if sums.count > 1 else ""))
+        interval = f" [{low:.2f}, {high:.2f}]" if sums.num_conversations > 1 else ""
+        table.add_row(week, f"{sums.count:,}", f"{sums.num_conversations:,}", f"{sums.ratio:.2f}{interval}")
     console.print(table)
     if changes:
         console.print(_changes(changes, last, options.fall))
     if costly := found.costliest(options.num_costly):
-        console.print(_costly(found, costly))
+        total = sum(one.steps for conversations in found.groups.values() for one in conversations.values())
+        console.print("Questions that cost the most steps beyond the mean:")
+        for one in costly:
+            asked = f"asked {one.count:,} times" if one.count > 1 else "asked once"
+            console.print(f"{one.steps / total:6.1%} of the steps, {one.tokens / one.steps:.2f} tokens per step, {asked}:")
+            console.print(escape(f"       {found.place(one)}"), soft_wrap=True)  # to be copied
     if fallen:
         raise SystemExit(1)
 
 
 def _changes(changes: "list[Change]", last: str, fall: float) -> Table:
-    table = Table("Category", f"Requests in {last}", "Tokens per step", "Of those before", "", box=box.SIMPLE)
+    table = Table("Category", f"In {last}", "Tokens per step", "Of those before", "", box=box.SIMPLE)
     for change in changes:
         table.add_row(
             escape(change.category or "all"),
             f"{change.last.count:,}",
             f"{change.last.ratio:.2f}",
-            f"{change.ratio:.3f} [{change.low:.3f}, {change.high:.3f}]",
-            "fallen" if change.fell(fall) else "",
+            f"{change.ratio:.2f} [{change.low:.2f}, {change.high:.2f}]",
+            "fallen" if change.fell(fall) else "" if change.has_enough else "too few",
         )
-    return table
-
-
-def _costly(found: "Watch", costly: "list[tuple[Repeated, float]]") -> Table:
-    total = sum(sums.s for sums in found.groups.values())
-    table = Table("Asked", "Tokens per step", "Of all steps", "First one", box=box.SIMPLE, title="Costliest questions")
-    for question, _ in costly:
-        sums = question.sums
-        table.add_row(f"{sums.count:,}", f"{sums.ratio:.2f}", f"{sums.s / total:.1%}", escape(question.place))
     return table

@@ -27,7 +27,8 @@ SURE_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".json.gz", ".parquet")
 MAX_LINE_CHARS = 1 << 26
 """Longest line with one record. A line with an array of records may be longer."""
 
-NOT_JSON = "lines that are no JSON: not used"
+NOT_JSON, CUT_FILE = "lines that are no JSON: not used", "files that were cut: read up to there"
+EMPTY_FILE = "files without a record"
 MOST_NAMES = 5
 """Most files that a message names."""
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -46,8 +47,9 @@ def load_records(
 
     `path` may be a file, a folder or a pattern. The other arguments are for the Hub; `file` is one file
     of the data set, whose splits are then ignored. Raises ValueError with location and remedy if the
-    data can't be found or read, or hold no record. With `broken`, lines that are no JSON are counted there
-    and left out: a log's last line may be half written. A name that looks like a local path is never searched for on the Hub.
+    data can't be found or read, or hold no record. With `broken`, for logs, lines that are no JSON, cut files
+    and empty ones are counted there and left out: the last line may be half written. A name that looks like a
+    local path is never searched for on the Hub.
     """
     if is_local(path):
         files = record_files(path)
@@ -135,7 +137,9 @@ def read_records(path: Path, broken: Counter[str] | None = None) -> Iterator[Any
     for record in _records_in(path, broken):
         num_records += 1
         yield record
-    if num_records == 0:
+    if num_records == 0 and broken is not None:
+        broken[EMPTY_FILE] += 1
+    elif num_records == 0:
         raise ValueError(f"{path} holds no record. Check that its download or export was finished")
 
 
@@ -144,28 +148,42 @@ def _records_in(path: Path, broken: Counter[str] | None) -> Iterator[Any]:
 
 
 def _json_records(path: Path, broken: Counter[str] | None) -> Iterator[Any]:
-    with _opened(path, errors="strict" if broken is None else "replace") as file:  # half a character ends half a line
+    with _opened(path, broken) as file:
         first = True
         for line_number, line in enumerate(iter(partial(file.readline, MAX_LINE_CHARS + 1), ""), 1):
-            if first and line.lstrip().startswith("["):
-                yield from _parse_json(line + file.read(), path, line_number)
-            elif first and line.strip() == "{":  # an object of several lines
-                yield from _unpacked(_parse_json(line + file.read(), path, line_number))
+            if first and (line.lstrip().startswith("[") or line.strip() == "{"):  # an array, or an object of several lines
+                yield from _whole_file(line + file.read(), path, line_number, broken)
             elif len(line) > MAX_LINE_CHARS:
                 raise ValueError(
                     f"{path}, line {line_number}: it has more than {MAX_LINE_CHARS} characters. Write one JSON object per "
                     "line, or one array of objects"
                 )
             elif line.strip():
-                try:
-                    value = _parse_json(line.rstrip(), path, line_number)
-                except ValueError:
-                    if broken is None:
-                        raise
-                    broken[NOT_JSON] += 1
-                    continue
-                yield from _unpacked(value)
+                yield from _of_line(line, path, line_number, broken)
             first = first and not line.strip()
+
+
+def _whole_file(text: str, path: Path, line_number: int, broken: Counter[str] | None) -> Iterator[Any]:
+    """Yield the records of a text that is one value; of a log with another beginning, those of its lines."""
+    try:
+        value = _parse_json(text, path, line_number)
+    except ValueError:
+        if broken is None:
+            raise
+        for line in filter(str.strip, text.splitlines()):
+            yield from _of_line(line, path, line_number, broken)
+    else:
+        yield from value if isinstance(value, list) else _unpacked(value)
+
+
+def _of_line(line: str, path: Path, line_number: int, broken: Counter[str] | None) -> list[Any]:
+    try:
+        return _unpacked(_parse_json(line.rstrip(), path, line_number))
+    except ValueError:
+        if broken is None:
+            raise
+        broken[NOT_JSON] += 1
+        return []
 
 
 def _unpacked(value: Any) -> list[Any]:
@@ -186,12 +204,21 @@ def line_of_record(path: Path, index: int) -> int | None:
     """
     if path.suffix.lower() == ".parquet":
         return None
-    with _opened(path) as file:
-        filled = (number for number, line in enumerate(file, 1) if line.strip())
+    with _opened(path, Counter()) as file:
+        filled = (number for number, line in enumerate(file, 1) if line.strip() and _is_json(line))
         line = next(islice(filled, index, None), None)
         file.seek(0)
         start = next(filter(None, map(str.strip, file)), "")
     return None if start.startswith("[") or start == "{" or '"data"' in start else line
+
+
+def _is_json(line: str) -> bool:
+    """Whether a line can be read; others are left out of logs."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _parse_json(text: str, path: Path, line_number: int) -> Any:
@@ -209,15 +236,17 @@ def _parse_json(text: str, path: Path, line_number: int) -> Any:
 
 
 @contextmanager
-def _opened(path: Path, errors: str = "strict") -> Iterator[TextIO]:
-    """Open a text file, plain or gzip. Raises ValueError with its name if it is damaged."""
-    # utf-8-sig: some exports begin with a byte order mark, which JSON doesn't allow.
-    options: dict[str, Any] = {"encoding": "utf-8-sig", "errors": errors}
+def _opened(path: Path, broken: Counter[str] | None = None) -> Iterator[TextIO]:
+    """Open a text file, plain or gzip. Raises ValueError with its name if it is damaged; for logs see `load_records`."""
+    # utf-8-sig: some exports begin with a byte order mark, which JSON doesn't allow. Half a character ends half a line.
+    options: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "strict" if broken is None else "replace"}
     with gzip.open(path, "rt", **options) if path.suffix.lower() == ".gz" else path.open(**options) as file:
         try:
             yield file
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path} is not a complete gzip file ({error}). Download or compress it again") from error
+            if broken is None:
+                raise ValueError(f"{path} is not a complete gzip file ({error}). Download or compress it again") from error
+            broken[CUT_FILE] += 1
         except UnicodeDecodeError as error:
             line = _first_wrong_line(path)
             raise ValueError(f"{path} is not UTF-8 text in line {line} ({error.reason}). Convert it to UTF-8") from error

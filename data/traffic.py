@@ -213,9 +213,10 @@ def _message(reply: Mapping[str, Any]) -> dict[str, Any] | None:
 def _add_call(calls: dict[int, dict[str, Any]], part: Mapping[str, Any], place: int) -> None:
     """Add a piece of a call, which its index, or its place among the piece's calls, tells from others."""
     index, function = part.get("index"), part.get("function")
-    call = calls.setdefault(
-        index if isinstance(index, int) else place, {"type": "function", "function": {"name": "", "arguments": ""}}
-    )
+    index = index if isinstance(index, int) else place
+    if part.get("id") and calls.get(index, part).get("id", part["id"]) != part["id"]:  # servers that give no index
+        index = len(calls)
+    call = calls.setdefault(index, {"type": "function", "function": {"name": "", "arguments": ""}})
     if part.get("id"):
         call["id"] = part["id"]
     for key, value in function.items() if isinstance(function, dict) else ():
@@ -248,6 +249,13 @@ def _whole(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**whole, "choices": [{"message": {"content": "", **message}}]} if message else whole
 
 
+def _parsed(line: str) -> Any:
+    """Return the object in the line of an event; None for another one, or half of one."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(line) if line.startswith("{") else None
+    return None
+
+
 def _body(value: Any) -> Any:
     """Return the body of a request or reply in a log, where it may be JSON text, or the text of a stream of events."""
     if isinstance(value, str):
@@ -256,7 +264,7 @@ def _body(value: Any) -> Any:
                 return _body(json.loads(value))
             lines = [line[5:].strip() for line in value.splitlines() if line.startswith("data:")]
             if lines:
-                return [json.loads(line) for line in lines if line.startswith("{")]
+                return [piece for line in lines if (piece := _parsed(line)) is not None]
     while isinstance(value, dict) and "messages" not in value and "choices" not in value:
         inner = next((value[key] for key in BODY_KEYS if isinstance(value.get(key), dict | str | list)), None)
         if inner is None:

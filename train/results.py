@@ -26,7 +26,7 @@ from ..models.drafters.saved.folder import (
     write_training_facts,
 )
 from ..models.drafters.saved.loading import change_options
-from ..models.drafters.saved.low_rank import write_low_rank
+from ..models.drafters.saved.low_rank import LOW_RANK_DIR, write_low_rank
 from .checkpoint import latest_checkpoint, read_marker
 from .config import DIVISION_KEYS, MAY_CHANGE_ON_RESUME, Division, TrainConfig
 from .parallel import sharding
@@ -266,6 +266,7 @@ def save_results(
         if config.lora_rank is not None:
             assert base is not None, "the configuration has checked it"
             write_low_rank(folder, base, config.lora_rank, dict(drafter.named_parameters()))
+            write_training_facts(folder / LOW_RANK_DIR, facts)
         write_training_facts(folder, facts)
     summary = Summary(
         **asdict(facts),

@@ -24,8 +24,14 @@ from ...data.files import read_dataclass, sha256_file
 from ...data.manifest import MANIFEST_FILE, STATS_FILE, LabelTotals
 from ...data.shards import label_store
 from ...data.template_options import DATE
-from ...models.drafters.saved.download import HUB_ID
-from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, read_drafter_config, read_training_facts, tensor_names
+from ...models.drafters.saved.folder import (
+    HUB_ID,
+    WEIGHTS_FILE,
+    DrafterFile,
+    read_drafter_config,
+    read_training_facts,
+    tensor_names,
+)
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
 from ...models.export.package import Certificate, packaged_folder, read_certificate
 from ..records.names import TITLES, title_of

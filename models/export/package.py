@@ -21,9 +21,9 @@ from pydantic import Field
 
 from ...data.files import atomic_write_text, finish_replacing, read_dataclass, replacing_directory, write_json
 from ..drafters.saved.build import require_unaltered
-from ..drafters.saved.download import HUB_ID
 from ..drafters.saved.folder import (
     CONFIG_FILE,
+    HUB_ID,
     MERGE_FILE,
     TRAINING_FILE,
     WEIGHTS_FILE,

@@ -128,7 +128,7 @@ def _dequantised(path: Path, _size: int, _changed: int) -> Path:
     key = f"{sha256_file(path)}-{VERSION}"
     require_cache_folder(constants.HF_ASSETS_CACHE)
     try:
-        folder = cached_assets_path("outrider", namespace="gguf", subfolder="targets")
+        folder = cached_assets_path("outrider", namespace="gguf", subfolder="targets", assets_dir=constants.HF_ASSETS_CACHE)
     except OSError as error:
         raise ValueError(
             f"{path} has to be dequantised into a cache ({error}); set HF_HOME to a folder that can be written"

@@ -151,6 +151,20 @@ def test_calls_and_reasoning_of_a_streamed_reply_are_put_together():
     assert answer.tool_calls[0]["function"]["arguments"] == {"to": "Jane"}
 
 
+def test_replies_of_any_form_are_no_crash():
+    def turns(*deltas):
+        pieces = [{"choices": [{"delta": delta}]} for delta in deltas]
+        return parsed({"request": {"messages": ASKED}, "response": pieces}).turns
+
+    for calls in ([None], ["x"], 7, [{"index": [1]}], [{"function": {"name": 3}}], [{"function": 4}]):
+        turns({"content": "x", "tool_calls": calls})
+    for choices in (3, [3], [{"delta": 3}]):
+        parsed({"request": {"messages": ASKED}, "response": [{"choices": choices}]})
+    # Two whole calls without an index.
+    answer = turns(*({"tool_calls": [{"id": id, "function": {"name": id, "arguments": "{}"}}]} for id in "ab"))[-1]
+    assert [call["function"]["name"] for call in answer.tool_calls] == ["a", "b"]
+
+
 def test_half_a_last_line_is_counted_and_left_out(tmp_path: Path, caplog):
     log = tmp_path / "log.jsonl"
     log.write_text(json.dumps({"messages": ASKED, **REPLY}) + '\n{"messages": [{"role": "us')

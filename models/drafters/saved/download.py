@@ -20,7 +20,7 @@ from huggingface_hub.utils import httpx  # its HTTP client, which isn't always t
 from ....data.files import finish_replacing
 from ....data.hub import bound_requests, use_hub, why_offline
 from ....data.paths import MODEL_PREFIX
-from .folder import CONFIG_FILE, MERGE_FILE, TRAINING_FILE, WEIGHTS_FILE
+from .folder import CONFIG_FILE, HUB_ID, MERGE_FILE, TRAINING_FILE, WEIGHTS_FILE
 from .low_rank import is_low_rank, whole_drafter
 
 READ_FILES = (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE, MERGE_FILE)
@@ -29,7 +29,6 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.jinja", "m
 """Files of a causal LM that are downloaded: configuration, tokenizer and weights, no code."""
 NOT_MODEL_FILES = ("*/*", "consolidated*")
 """Files that repositories have besides: in subfolders, and weights in another form."""
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
 
 REMEDIES = {
     401: "the Hub doesn't know who you are: log in with `hf auth login`, or set HF_TOKEN to a valid token",

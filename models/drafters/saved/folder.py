@@ -4,6 +4,7 @@ These are `config.json`, `model.safetensors`, and an optional `training.json`. A
 strictly, and a digest shows changed weights.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,6 +25,8 @@ FORMAT_VERSION = 3
 CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE = "config.json", "model.safetensors", "training.json"
 MERGE_FILE = "merge.json"
 """File of a package, with the names of the training-free drafters that belong to it."""
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
+"""Name of a repository on the Hub, maybe with a revision."""
 FiniteNumber = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 MOST_PROBLEMS = 5
 """Most problems in one message."""

@@ -5,7 +5,9 @@ file beside one whole drafter. It is merged once, W + U V, into a cached folder,
 """
 
 import re
+import shutil
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +18,7 @@ from huggingface_hub import cached_assets_path, constants
 from huggingface_hub.utils import WeakFileLock
 from jaxtyping import Float
 from pydantic import Field
+from safetensors import SafetensorError
 
 from ....data.files import (
     atomic_write_bytes,
@@ -29,6 +32,8 @@ from ....data.files import (
 from ....data.hub import require_cache_folder
 from .folder import (
     CONFIG_FILE,
+    HUB_ID,
+    TRAINING_FILE,
     WEIGHTS_FILE,
     DrafterFile,
     read_drafter_config,
@@ -41,6 +46,8 @@ LOW_RANK_DIR = "low_rank"
 FORMAT_VERSION = 1
 UP, DOWN, WHOLE = "up", "down", "change"
 """Ends of the tensors' names: U (out x rank) and V (rank x in), or the change of a tensor that has no room for factors."""
+NAMESPACE = "low_rank"
+"""Folder of the merged drafters in the cache."""
 IN_HUBS_CACHE = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]+)$")
 
 
@@ -79,8 +86,8 @@ def factors(
 def write_low_rank(folder: Path, base: Path, rank: int, parameters: Collection[str]) -> None:
     """Write the change from `base` to the drafter in `folder` beside it, and make the drafter exactly what is read back.
 
-    `parameters` are the names of those that were trained. All other tensors, such as counts, are kept whole. Factors are
-    stored in bfloat16: their rounding is far below the noise of a training.
+    `parameters` are the names of those that were trained. Other numbers, such as measured shares, are kept whole; token ids
+    are the base's. Factors are stored in bfloat16: their rounding is far below the noise of a training.
     """
     require_recorded_weights(base)
     tensors = dict[str, torch.Tensor]()
@@ -111,17 +118,29 @@ def write_low_rank(folder: Path, base: Path, rank: int, parameters: Collection[s
 
 
 def merged(base: Weights, change: Weights) -> dict[str, torch.Tensor]:
-    """Return the weights of the whole drafter, in float32. Raises KeyError or RuntimeError for a change of another drafter."""
+    """Return the weights of the whole drafter, in float32. Raises ValueError for tensors that don't change the base's."""
     whole = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in base.items()}
     for name, tensor in change.items():
         of, _, kind = name.rpartition(".")
-        if kind == DOWN:
-            continue
-        added = tensor.double() @ change[f"{of}.{DOWN}"].double() if kind == UP else tensor.double()
-        if added.shape != whole[of].shape:
-            raise RuntimeError(f"{of} is {tuple(whole[of].shape)} in the base, and its change {tuple(added.shape)}")
-        whole[of] = (whole[of].double() + added).float()
+        other = change.get(f"{of}.{DOWN if kind == UP else UP}")
+        shape = tensor.shape
+        if kind == UP and other is not None and (tensor.ndim, shape[:-2], shape[-1:]) == _stack_and_rank(other):
+            shape = torch.Size([*shape[:-1], other.shape[-1]])
+        elif kind != WHOLE and not (kind == DOWN and other is not None):
+            raise ValueError(f"{name} is no change, or half of one")
+        if kind != DOWN and (of not in whole or whole[of].shape != shape):  # before a product that may be large
+            raise ValueError(f"{name} makes a change of {tuple(shape)}, and the base has no such tensor")
+        if kind == UP:
+            assert other is not None
+            tensor = tensor.double() @ other.double()
+        if kind != DOWN:
+            whole[of] = (whole[of].double() + tensor.double()).float()
     return whole
+
+
+def _stack_and_rank(down: torch.Tensor) -> tuple[int, torch.Size, torch.Size]:
+    """Return what factors have in common: their dimensions, the sizes before the last two, and the rank."""
+    return down.ndim, down.shape[:-2], down.shape[-2:-1]
 
 
 def is_low_rank(folder: Path) -> bool:
@@ -141,14 +160,7 @@ def whole_drafter(folder: Path, resolve: Callable[[str], Path]) -> Path:
     file = read_dataclass(LowRankFile, path)
     if file.low_rank_version != FORMAT_VERSION:
         raise ValueError(f"{path} has format {file.low_rank_version}, and this version of outrider reads {FORMAT_VERSION}")
-    problem = "the weights there are others than those that it was trained on"
-    try:
-        base = resolve(file.base)
-        known = read_drafter_config(base).weights_sha256 == sha256_file(base / WEIGHTS_FILE) == file.base_sha256
-    except (ValueError, OSError) as error:
-        known, problem = False, f"it can't be read ({error})"
-    if not known:
-        raise ValueError(f'{folder} changes the drafter {file.base}: {problem}. If that has moved, set "base" in {path}')
+    base = _base_of(file, path, resolve)
     if not weights.is_file() or sha256_file(weights) != file.changed.weights_sha256:
         raise ValueError(
             f"{weights} is missing, altered or damaged: its SHA-256 digest is not the one in {path}; copy it again"
@@ -156,26 +168,61 @@ def whole_drafter(folder: Path, resolve: Callable[[str], Path]) -> Path:
 
     # 2. The whole drafter. Other processes wait meanwhile.
     require_cache_folder(constants.HF_ASSETS_CACHE)
-    place = cached_assets_path("outrider", namespace="low_rank", subfolder=sha256_json(asdict(file))[:32])
-    whole = place / "drafter"
+    digest = sha256_json(asdict(file))[:32]
+    name = next((part for part in reversed(folder.resolve().parts) if part not in (LOW_RANK_DIR, "drafter")), "drafter")
+    try:
+        place = cached_assets_path("outrider", namespace=NAMESPACE, subfolder=digest, assets_dir=constants.HF_ASSETS_CACHE)
+    except OSError as error:
+        raise ValueError(f"{folder} is merged into a cache ({error}); set HF_HOME to a folder that can be written") from error
+    whole = place / name  # tables show this name
     with WeakFileLock(place / ".lock"):
         if not _is_whole(whole):
             with replacing_directory(whole) as new:
                 try:
                     tensors = merged(safetensors.torch.load_file(base / WEIGHTS_FILE), safetensors.torch.load_file(weights))
-                except (KeyError, RuntimeError) as error:
+                except (ValueError, RuntimeError, SafetensorError) as error:
                     raise ValueError(f"{weights} doesn't fit its base, {file.base} ({error}); copy it again") from error
                 safetensors.torch.save_file(tensors, new / WEIGHTS_FILE)
                 write_json(new / CONFIG_FILE, asdict(file.changed))
                 record_weights(new)
+                if (folder / TRAINING_FILE).is_file():
+                    shutil.copyfile(folder / TRAINING_FILE, new / TRAINING_FILE)
     return whole
+
+
+def is_merged(folder: Path | None) -> bool:
+    """Whether a folder is the cached drafter of a low-rank change."""
+    return folder is not None and folder.parent.parent.name == NAMESPACE
+
+
+def require_shared_base(folder: Path) -> None:
+    """Raise ValueError for a low-rank change that others couldn't use, because its base is a folder of this machine."""
+    if is_low_rank(folder) and HUB_ID.fullmatch(base := read_dataclass(LowRankFile, folder / CONFIG_FILE).base) is None:
+        raise ValueError(
+            f'{folder} changes the drafter in {base}, which others don\'t have: push that first, and set "base" in '
+            f"{folder / CONFIG_FILE} to its name (user/name@commit); or push the whole drafter"
+        )
+
+
+def _base_of(file: LowRankFile, path: Path, resolve: Callable[[str], Path]) -> Path:
+    """Return the folder of the base. `outrider adopt` may have put another drafter in its place, and kept it beside that."""
+    problem = "the weights there are others than those that it was trained on"
+    try:
+        base = resolve(file.base)
+        for folder in (base, *sorted(base.parent.glob(f"{base.name}_earlier_*"))):
+            saved = read_drafter_config(folder).weights_sha256
+            if saved == file.base_sha256 == sha256_file(folder / WEIGHTS_FILE):
+                return folder
+    except (ValueError, OSError) as error:
+        problem = f"it can't be read ({error})"
+    raise ValueError(f'{path.parent} changes the drafter {file.base}: {problem}. If that has moved, set "base" in {path}')
 
 
 def _is_whole(folder: Path) -> bool:
     """Whether a folder has a drafter with the weights that were saved."""
-    if not (folder / CONFIG_FILE).is_file() or not (folder / WEIGHTS_FILE).is_file():
-        return False
-    return sha256_file(folder / WEIGHTS_FILE) == read_drafter_config(folder).weights_sha256
+    with suppress(ValueError, OSError):
+        return sha256_file(folder / WEIGHTS_FILE) == read_drafter_config(folder).weights_sha256
+    return False
 
 
 def _lasting_name(base: Path) -> str:

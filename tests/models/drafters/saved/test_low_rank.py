@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from outrider.models.drafters import load_drafter
 from outrider.models.drafters.registry import DRAFTERS
 from outrider.models.drafters.saved.download import resolve_drafter
 from outrider.models.drafters.saved.folder import record_weights
-from outrider.models.drafters.saved.low_rank import factors, write_low_rank
+from outrider.models.drafters.saved.low_rank import factors, is_merged, require_shared_base, write_low_rank
 from outrider.models.llm.hf_target import HFTarget
 
+from ....commands import invoke
 from .test_build import save
 
 RANK = 2
@@ -27,6 +29,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give the merged drafters of a test a folder of their own."""
     monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+HUGE = {"up": (60_000, 1), "down": (1, 60_000)}
+
+
+def rewrite(low_rank: Path, digest: str) -> None:
+    """Record another digest of the change, as a hostile author would."""
+    path = low_rank / "config.json"
+    config = json.loads(path.read_text())
+    config["changed"]["weights_sha256"] = digest
+    path.write_text(json.dumps(config))
 
 
 def is_parameter(name: str, tensor: torch.Tensor) -> bool:
@@ -104,6 +117,68 @@ def test_a_damaged_copy_in_the_cache_is_written_again(base: Path, tmp_path: Path
     weights.write_bytes(weights.read_bytes()[:-4])
     assert resolve_drafter(low_rank) / "model.safetensors" == weights
     assert sha256_file(weights) == before
+
+
+def test_a_cache_without_its_files_is_written_again(base: Path, tmp_path: Path) -> None:
+    low_rank = change(base, tmp_path / "changed")
+    whole = resolve_drafter(low_rank)
+    (whole / "model.safetensors").unlink()
+    resolve_drafter(low_rank)
+    (whole / "config.json").write_text("{")
+    assert resolve_drafter(low_rank) == whole
+    assert is_merged(whole)
+    assert not is_merged(base)
+    assert whole.name == "changed", "tables show the name"
+
+
+def test_a_base_that_was_replaced_is_found_beside_the_new_one(base: Path, tmp_path: Path, target: HFTarget) -> None:
+    """`outrider adopt` keeps the earlier drafter there."""
+    low_rank = change(base, tmp_path / "changed")
+    expected = load_file(tmp_path / "changed/model.safetensors")
+    base.rename(tmp_path / "base_earlier_1")
+    save("medusa", target, base)
+    assert all(
+        torch.equal(tensor, expected[name])
+        for name, tensor in load_file(resolve_drafter(low_rank) / "model.safetensors").items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda tensors: tensors.pop("head.weight.down"), "half of one"),
+        (lambda tensors: tensors.update({"head.weight.xyz": torch.ones(1)}), "half of one"),
+        (lambda tensors: tensors.update({"other.up": torch.ones(9, 1), "other.down": torch.ones(1, 9)}), "no such tensor"),
+        # A product that no memory could hold isn't computed.
+        (lambda tensors: tensors.update({f"head.weight.{k}": torch.ones(s) for k, s in HUGE.items()}), "no such tensor"),
+    ],
+)
+def test_tensors_that_do_not_change_the_base_are_named(base: Path, tmp_path: Path, edit: Any, message: str) -> None:
+    low_rank = change(base, tmp_path / "changed")
+    tensors = load_file(low_rank / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, low_rank / "model.safetensors")
+    rewrite(low_rank, sha256_file(low_rank / "model.safetensors"))
+    with pytest.raises(ValueError, match=f"doesn't fit its base, {base} .*{message}"):
+        resolve_drafter(low_rank)
+
+
+def test_a_file_that_is_no_safetensors_is_named(base: Path, tmp_path: Path) -> None:
+    low_rank = change(base, tmp_path / "changed")
+    (low_rank / "model.safetensors").write_bytes(b"nothing")
+    rewrite(low_rank, sha256_file(low_rank / "model.safetensors"))
+    with pytest.raises(ValueError, match="doesn't fit its base"):
+        resolve_drafter(low_rank)
+
+
+def test_a_change_of_a_drafter_on_this_machine_is_not_pushed(base: Path, tmp_path: Path) -> None:
+    low_rank = change(base, tmp_path / "changed")
+    result = invoke(["push", str(low_rank), "user/name", "--dry-run"])
+    assert "which others don't have: push that first" in result.message
+    config = json.loads((low_rank / "config.json").read_text())
+    (low_rank / "config.json").write_text(json.dumps({**config, "base": "user/base@abc"}))
+    require_shared_base(low_rank)
+    require_shared_base(base)
 
 
 def test_what_does_not_fit_together_is_an_error_that_names_both(base: Path, tmp_path: Path) -> None:
