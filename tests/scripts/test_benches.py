@@ -409,3 +409,25 @@ variants: {{redrafter: {{}}}}
     assert [(row["seed"], row["steps"]) for row in rows] == [(0, 4), (1, 4), (0, 8), (1, 8)]
     assert rows[0]["labels"] < rows[2]["labels"]
     assert all(1 <= row["tokens per step"] <= 4 and row["95 %"] for row in rows)
+
+
+@pytest.mark.slow
+def test_adapted_drafters_are_compared_with_their_base_by_suite(
+    script, tiny_target_dir, tiny_drafter_dir, tmp_path, monkeypatch
+):
+    prompts = tmp_path / "mine.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Write {word}."}) + "\n" for word in ("one", "two", "three")))
+    output = tmp_path / "adapted.json"
+    command = [
+        "adapted.py",
+        str(tiny_target_dir),
+        str(tiny_drafter_dir),
+        f"same={tiny_drafter_dir}",
+        "--suites",
+        f"{prompts}=3",
+    ]
+    monkeypatch.setattr(sys, "argv", [*command, "--max-new-tokens", "8", "--dtype", "float32", "--output", str(output)])
+    script("bench/adapted").main()
+    (row,) = rows_of(output)
+    assert (row["drafter"], row["suite"], row["prompts"], row["ratio"]) == ("same", "mine", 3, [1.0, 1.0, 1.0])
+    assert row["bytes"] == (tiny_drafter_dir / "model.safetensors").stat().st_size
