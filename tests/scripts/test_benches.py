@@ -15,6 +15,8 @@ import torch
 import typer
 
 from outrider.cli.main import run_command
+from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
+from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -412,22 +414,15 @@ variants: {{redrafter: {{}}}}
 
 
 @pytest.mark.slow
-def test_adapted_drafters_are_compared_with_their_base_by_suite(
-    script, tiny_target_dir, tiny_drafter_dir, tmp_path, monkeypatch
-):
-    prompts = tmp_path / "mine.jsonl"
+def test_adapted_drafters_are_compared_with_their_base_by_suite(script, tiny_target_dir, tmp_path, monkeypatch):
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32"), torch.device("cpu"))
+    drafter, folder = build_drafter(parse_drafter({"kind": "redrafter", "exit_width": 16}), target), tmp_path / "drafter"
+    save_drafter(drafter, folder, target.identity)
+    prompts, output = tmp_path / "mine.jsonl", tmp_path / "adapted.json"
     prompts.write_text("".join(json.dumps({"prompt": f"Write {word}."}) + "\n" for word in ("one", "two", "three")))
-    output = tmp_path / "adapted.json"
-    command = [
-        "adapted.py",
-        str(tiny_target_dir),
-        str(tiny_drafter_dir),
-        f"same={tiny_drafter_dir}",
-        "--suites",
-        f"{prompts}=3",
-    ]
+    command = ["adapted.py", str(tiny_target_dir), str(folder), f"same={folder}", "--suites", f"{prompts}=3"]
     monkeypatch.setattr(sys, "argv", [*command, "--max-new-tokens", "8", "--dtype", "float32", "--output", str(output)])
     script("bench/adapted").main()
     (row,) = rows_of(output)
     assert (row["drafter"], row["suite"], row["prompts"], row["ratio"]) == ("same", "mine", 3, [1.0, 1.0, 1.0])
-    assert row["bytes"] == (tiny_drafter_dir / "model.safetensors").stat().st_size
+    assert row["bytes"] == (folder / "model.safetensors").stat().st_size
