@@ -20,6 +20,7 @@ from .conversations import Conversation, Turn, has_surrogate
 from .forms import FORMS, form_of
 from .raw_records import is_local, line_of_record, load_records
 from .stdlib import MANUAL_TASK, Cuts, code_conversations, manual_parts
+from .traffic import REQUEST_KEYS
 
 logger = logging.getLogger(__name__)
 
@@ -168,15 +169,22 @@ def _parse_own(record: Any, index: int, notes: Counter[str]) -> Prompt | None:
         conversation = FORMS["messages"].parse(rest, notes)
         own = None if isinstance(conversation, str) else (system_of(conversation), asked)
     else:
-        form = form_of([rest]) or "messages"
+        form = _form(rest)
         conversation = FORMS[form].parse(rest, notes)
         own = None if isinstance(conversation, str) else asked_in(conversation)
     if own is None or isinstance(conversation, str):
         return None
-    # 2. The prompt.
-    id = next((record[key] for key in OWN_ID_KEYS if record.get(key) is not None), index)
+    # 2. The prompt. A log's own ids may be private.
+    ids = [index] if conversation.is_private else [record[key] for key in OWN_ID_KEYS if record.get(key) is not None]
+    id = (ids or [index])[0]
     prompt = _prompt(id, record.get("category") or "prompt", own[1])
     return None if prompt is None else replace(prompt, system=own[0], tools=conversation.tools)
+
+
+def _form(record: Any) -> str:
+    """Return the form of a record with a conversation. A logged request may lack its reply."""
+    is_logged = isinstance(record, dict) and any(key in record for key in (*REQUEST_KEYS, "body"))
+    return TRAFFIC if is_logged else form_of([record]) or "messages"
 
 
 def system_of(conversation: Conversation) -> str | None:
@@ -227,7 +235,7 @@ def _read_prompts(name: str, path: str | None, revision: str | None) -> list[Pro
             raise ValueError(f"{location}, {_where(path, index)}: half a surrogate pair isn't valid Unicode; correct the text")
         if prompt is None:
             remedy = "Give the suite's published file" if suite else _remedy(record, index, path)
-            shown = "a logged request" if form_of([record]) == TRAFFIC else f"{record!r:.100}"  # it may be private
+            shown = "a logged request" if _form(record) == TRAFFIC else f"{record!r:.100}"  # it may be private
             raise ValueError(f"{location}, {_where(path, index)}: not a prompt of {name}: {shown}. {remedy}")
         prompts.append(prompt)
     for note, count in notes.most_common(MOST_NOTES):

@@ -235,12 +235,12 @@ def test_a_suite_name_that_is_no_file_name_is_an_error(tmp_path: Path) -> None:
 def test_logged_requests_are_a_suite_without_what_is_private(tmp_path: Path) -> None:
     asked = {"messages": [{"role": "user", "content": "Write to jane@example.org, please."}]}
     reply = {"choices": [{"message": {"role": "assistant", "content": "Done."}}]}
-    path = write(tmp_path / "log.jsonl", [{"request": asked, "response": reply}])
-    (prompt,) = load_suite("log", path).prompts
-    assert prompt.turns == ("Write to [e-mail], please.",)
-    path = write(
-        tmp_path / "log.jsonl", [{"request": {"messages": [{"role": "tool", "content": "secret"}]}, "response": reply}]
-    )
-    with pytest.raises(ValueError, match="line 1: not a prompt of log: a logged request") as error:
-        load_suite("log", path)
-    assert "secret" not in str(error.value)
+    records = [{"id": "jane@example.org", "request": asked, "response": reply}, {"request": asked}, {"body": asked}]
+    prompts = load_suite("log", write(tmp_path / "log.jsonl", records)).prompts
+    assert {prompt.turns for prompt in prompts} == {("Write to [e-mail], please.",)}
+    assert [prompt.id for prompt in prompts] == ["0", "1", "2"], "a log's own ids may be private"
+    for more in ({}, {"response": reply}):
+        path = write(tmp_path / "log.jsonl", [{"request": {"messages": [{"role": "tool", "content": "secret"}]}, **more}])
+        with pytest.raises(ValueError, match="line 1: not a prompt of log: a logged request") as error:
+            load_suite("log", path)
+        assert "secret" not in str(error.value)
