@@ -198,6 +198,8 @@ def is_trained(config: TrainConfig, run: Mapping[str, Any], output_dir: Path, dr
                 f"{output_dir / CHECKPOINTS_DIR} holds no checkpoint to resume from. {remedy}"
             )
         return False
+    if config.lora_rank is not None and not (drafter_dir / LOW_RANK_DIR / CONFIG_FILE).is_file():
+        return False  # the last checkpoint gives it again
     # If `patience` changed, the last checkpoint and the best drafter give the new results.
     return summary.drafter_sha256 == _digests(drafter_dir) and summary.end == end_of(config)
 

@@ -87,6 +87,16 @@ def test_a_resumed_training_ends_with_the_same_bits(run_train: RunTrain) -> None
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
+def test_a_change_that_was_deleted_is_written_again(run_train: RunTrain) -> None:
+    base = run_train("base")
+    run = low_rank_run(run_train, base)
+    before = weights(run.drafter_dir / "low_rank")
+    shutil.rmtree(run.drafter_dir / "low_rank")
+    low_rank_run(run_train, base)
+    after = weights(run.drafter_dir / "low_rank")
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
 def test_a_launch_that_splits_the_state_is_refused() -> None:
     accelerator: Any = SimpleNamespace(distributed_type="FSDP")
     require_whole_weights(TrainConfig(**TRAIN), accelerator)
