@@ -42,7 +42,7 @@ def adopt_command(options: AdoptOptions) -> None:
     """Put a new drafter in an old one's place, if it gains where it should and loses nowhere.
 
     Exits with status 1, and changes nothing, if the evaluation doesn't allow it: answers that aren't proven lossless, a
-    gain that could be chance, or a loss on another suite.
+    gain that could be chance, a loss on another suite, or a slower drafter.
     """
     from ..data.files import replacing_directory, sha256_file
     from ..eval.records.names import RECORDS_FILE, RUN_FILE
@@ -93,10 +93,14 @@ def adopt_command(options: AdoptOptions) -> None:
 
 def _table(found: "list[Change]", gain_on: list[str]) -> Table:
     table = Table(
-        "suite", "T", "prompts", "setting", "new / old", box=box.SIMPLE, title="Tokens per step", title_justify="left"
+        *("suite", "T", "prompts", "setting", "tokens per step", "speed"),
+        box=box.SIMPLE,
+        title="The new drafter over the old one",
+        title_justify="left",
     )
     for change in found:
         name = f"{change.suite} (must gain)" if change.suite in gain_on else change.suite
         ratio = f"{change.ratio:.3f} [{change.low:.3f}, {change.high:.3f}]"
-        table.add_row(escape(name), f"{change.temperature:g}", str(change.num_prompts), escape(change.setting), ratio)
+        cells = escape(name), f"{change.temperature:g}", str(change.num_prompts), escape(change.setting), ratio
+        table.add_row(*cells, f"{change.speed:.2f}")
     return table

@@ -10,7 +10,7 @@ import numpy as np
 from ...models.drafters.options import DRAFTER_OPTIONS
 from ..records.records import EvalRecord
 from .rows import Row, is_broken, is_wrong
-from .stats import bootstrap, ratio_of_ratios
+from .stats import bootstrap, ratio_of_ratios, speedup
 
 RUN_TIME = {kind: options.RUNTIME_FIELDS for kind, options in DRAFTER_OPTIONS.items()}
 """Options of drafting by kind. Two drafters are compared where these are equal, as saved or as set."""
@@ -32,6 +32,10 @@ class Change:
     low: float
     """Lower bound of the ratio's 95 % interval, over prompts; 0 without one."""
     high: float
+    speed: float
+    """Seconds per token of the old drafter over those of the new one: above 1 the new one is faster."""
+    speed_high: float
+    """Upper bound of its 95 % interval."""
 
 
 def pairs(methods: Mapping[str, Mapping[str, Any]], old: str, new: str) -> dict[str, tuple[str, str]]:
@@ -64,21 +68,41 @@ def pairs(methods: Mapping[str, Mapping[str, Any]], old: str, new: str) -> dict[
 def changes(records: Iterable[EvalRecord], methods: Mapping[str, tuple[str, str]]) -> Iterator[Change]:
     """Yield the change in each setting, on each suite and at each temperature."""
     sides = {name: (setting, side) for setting, names in methods.items() for side, name in enumerate(names)}
-    sums: dict[tuple[str, str, float], dict[str, np.ndarray]] = defaultdict(lambda: defaultdict(lambda: np.zeros((2, 2))))
+    groups: dict[tuple[str, str, float], tuple[list[EvalRecord], list[EvalRecord]]] = defaultdict(lambda: ([], []))
     for record in records:
         if record.method in sides and not record.profiled and record.pace is None:  # a paced draft depends on the clock
             setting, side = sides[record.method]
-            prompt = sums[setting, record.suite, record.temperature][record.prompt_id]
-            prompt[side] += (record.num_verify_tokens, record.num_steps)
-    for (setting, suite, temperature), by_prompt in sums.items():
-        measured = np.array([prompt for prompt in by_prompt.values() if prompt[:, 1].all()])  # [prompt, side, (tokens, steps)]
+            groups[setting, record.suite, record.temperature][side].append(record)
+    for (setting, suite, temperature), sides_of_group in groups.items():
+        # A drafter that ran out of memory lacks answers.
+        shared = set[Any].intersection(*({_answer(record) for record in answers} for answers in sides_of_group))
+        old, new = ([record for record in answers if _answer(record) in shared] for answers in sides_of_group)
+        sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros((2, 2)))
+        for side, answers in enumerate((old, new)):
+            for record in answers:
+                sums[record.prompt_id][side] += (record.num_verify_tokens, record.num_steps)
+        measured = np.array([prompt for prompt in sums.values() if prompt[:, 1].all()])  # [prompt, side, (tokens, steps)]
         if not len(measured):
             continue
         ratio, interval = bootstrap(measured.transpose(1, 0, 2)[::-1], ratio_of_ratios, seed=0)
         low, high = interval or (0.0, float("inf"))
+        speed, speeds = speedup(old, new, seed=0)
         yield Change(
-            setting=setting, suite=suite, temperature=temperature, num_prompts=len(measured), ratio=ratio, low=low, high=high
+            setting=setting,
+            suite=suite,
+            temperature=temperature,
+            num_prompts=len(measured),
+            ratio=ratio,
+            low=low,
+            high=high,
+            speed=speed,
+            speed_high=speeds[1] if speeds else float("inf"),
         )
+
+
+def _answer(record: EvalRecord) -> tuple[Any, ...]:
+    """Return what the answers of both drafters to the same turn have in common."""
+    return record.prompt_id, record.turn, record.batch_size, record.repeat
 
 
 def objections(
@@ -87,7 +111,8 @@ def objections(
     """Return why the new drafter may not take the old one's place; nothing if it may.
 
     It must be lossless everywhere, show a gain on each suite of `gain_on` (in some setting its whole interval, and none
-    may lose), and lose at most the share `loss` elsewhere. Raises ValueError for a suite that wasn't evaluated.
+    may lose), lose at most the share `loss` elsewhere, and nowhere be slower than that beyond doubt: a drafter of other
+    sizes may accept more, and yet take longer. Raises ValueError for a suite that wasn't evaluated.
     """
     # 1. Losslessness.
     methods = set(new)
@@ -107,6 +132,8 @@ def objections(
             reasons.append(f"{where} loses {1 - change.ratio:.1%} of its tokens per step")
         elif change.suite not in gain_on and change.low < 1 - DOUBT * loss:
             reasons.append(f"{where} may lose {1 - change.low:.1%} of its tokens per step; evaluate more prompts")
+        if change.num_prompts >= LEAST_PROMPTS and change.speed_high < 1 - loss:
+            reasons.append(f"{where} has {change.speed:.3f} of the old one's speed")
     for suite in gain_on:
         best = max((change for change in found if change.suite == suite), key=lambda change: change.low)
         if best.low <= 1:

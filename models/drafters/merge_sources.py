@@ -83,14 +83,14 @@ class MergedDraft:
 class MergeSources:
     """The sources of a merge, and the calibration that all its texts teach.
 
-    With `grows`, draft models grow, unless their passes have fixed shapes.
+    With `grows`, draft models grow, unless their passes have fixed shapes. The trees are chains with `is_chain`.
     """
 
-    def __init__(self, sources: Mapping[str, Source], *, max_nodes: int, grows: bool) -> None:
+    def __init__(self, sources: Mapping[str, Source], *, max_nodes: int, grows: bool, is_chain: bool = False) -> None:
         """Raises ValueError for sources that can't be merged."""
         vocab_sizes = {name: source.vocab_size for name, source in sources.items() if isinstance(source, TrainableDrafter)}
         require_mergeable({name: source.config for name, source in sources.items()}, vocab_sizes)
-        self.named, self.max_nodes = dict(sources), max_nodes
+        self.named, self.max_nodes, self.is_chain = dict(sources), max_nodes, is_chain
         self.counts: OutcomeCounts = {}
         self.parts: tuple[Any, ...] = tuple(
             (grows and isinstance(source, TrainableDrafter) and source.growing()) or source for source in sources.values()
@@ -249,7 +249,7 @@ class MergeSources:
     def rank(self, draft: MergedDraft, floors: Sequence[float] | None = None) -> None:
         """Merge the candidates so far, row by row, into the likeliest nodes."""
         draft.rows = tuple(
-            grow(proposals, text.counts, self.max_nodes, floors)
+            grow(proposals, text.counts, self.max_nodes, floors, is_chain=self.is_chain)
             for proposals, text in zip(draft.proposals, draft.state.texts, strict=True)
         )
 

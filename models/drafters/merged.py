@@ -57,6 +57,8 @@ class MergedConfig:
     expected gain in time; a draft model's tree grows from step to step. `fixed`: every source drafts
     at each step, and the `tree_nodes` likeliest nodes are verified, so the same texts give the same
     tokens per step."""
+    chain: bool = False
+    """Draft one path, as for serving engines that verify no trees."""
 
 
 class Asked(NamedTuple):
@@ -119,7 +121,7 @@ class MergedDrafter(Drafter[MergedState, MergedProposal]):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Raises ValueError for sources that can't be merged."""
-        self.merge = MergeSources(sources, max_nodes=config.tree_nodes, grows=config.pace == "expected")
+        self.merge = MergeSources(sources, max_nodes=config.tree_nodes, grows=config.pace == "expected", is_chain=config.chain)
         self.config, self.few_sizes, self.clock = config, few_sizes, clock
         # Sources are asked in groups: all training-free ones first, which cost little. Growing models
         # come last: they read what all others have proposed.

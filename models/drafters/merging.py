@@ -124,9 +124,14 @@ class MergedRow:
 
 
 def grow(
-    sources: Sequence[Proposals], counts: OutcomeCounts, max_nodes: int, floors: Sequence[float] | None = None
+    sources: Sequence[Proposals],
+    counts: OutcomeCounts,
+    max_nodes: int,
+    floors: Sequence[float] | None = None,
+    *,
+    is_chain: bool = False,
 ) -> MergedRow:
-    """Return the `max_nodes` likeliest nodes, or fewer.
+    """Return the `max_nodes` likeliest nodes, or fewer; those of a chain are the likeliest after each other.
 
     With `floors`, growing stops at the first node n whose probability is below `floors[n]`.
     """
@@ -148,6 +153,8 @@ def grow(
             return row
         negative, _, token, above, proposed_by, depth, nodes = heapq.heappop(heap)
         prob = -negative
+        if is_chain:
+            heap.clear()
         if floors is not None and prob < floors[num_nodes]:
             return row
         parent = num_nodes

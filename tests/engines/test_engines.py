@@ -27,6 +27,7 @@ CANDIDATES = 1024
 """Tokens that a slot of a block drafter ranks: engines rank all 4,096, and so many pairs don't fit in memory here."""
 WORDS = {
     "redrafter": "ReDrafter",
+    "redrafter+suffix": "ReDrafter + suffix",
     "eagle3": "EAGLE-3",
     "reduced": "EAGLE-3, reduced vocabulary",
     "eagle31": "EAGLE-3.1",
@@ -66,6 +67,7 @@ CELLS = [
     Cell(VLLM, "medusa", "medusa", "medusa"),
     Cell(VLLM, "redrafter", PROPOSER, "custom_class"),
     Cell(VLLM, "medusa", PROPOSER, "custom_class"),
+    Cell(VLLM, "redrafter+suffix", PROPOSER, "custom_class"),
     Cell(LLAMA, "eagle3", "gguf", "draft-eagle3"),
     Cell(LLAMA, "layers", "gguf", "draft-eagle3"),
     Cell(LLAMA, "reduced", "gguf", "draft-eagle3"),
@@ -103,8 +105,11 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def chain(drafter: Path, length: int) -> dict[str, Any]:
+def chain(drafter: Path, length: int, *, is_merged: bool = False) -> dict[str, Any]:
     """Return the run-time options of a chain of `length` draft tokens."""
+    if is_merged:
+        alone = {name: value for name, value in chain(drafter, length).items() if name != "tree_nodes"}
+        return {**alone, "pace": "fixed", "chain": True, "tree_nodes": length}
     match read_drafter_config(drafter).kind:
         case "medusa":
             return {"tree_paths": [[0] * depth for depth in range(1, length + 1)]}
@@ -124,10 +129,12 @@ def test_an_engine_accepts_what_outrider_accepts(
     # 1. Export.
     is_vllm = cell.engine == VLLM
     monkeypatch.setenv("OUTRIDER_LLAMA_CPP", str(LLAMA_CPP))
-    drafter, exported = run / "variants" / cell.drafter / "drafter", tmp_path / ("drafter" if is_vllm else "drafter.gguf")
+    trained, plus, lookup = cell.drafter.partition("+")
+    folder, exported = run / "variants" / trained / "drafter", tmp_path / ("drafter" if is_vllm else "drafter.gguf")
+    drafter = f"{folder}{plus}{lookup}"
     converter = [] if is_vllm else ["--converter", CONVERTER]
     if cell.format == PROPOSER:
-        exported = drafter
+        exported = Path(drafter)
     else:
         result = invoke(["export", drafter, "--target", demo_target_dir, "--to", cell.format, "--output", exported, *converter])
         assert result.exit_code == 0, result.output
@@ -136,8 +143,11 @@ def test_an_engine_accepts_what_outrider_accepts(
     served = demo_target_dir if is_vllm else converted(demo_target_dir, run / "target.gguf")
     output = tmp_path / "check.json"
     with (vllm if is_vllm else llama_cpp)(served, cell.method, exported, length, tmp_path / "log") as url:
-        checks = ["--suites", prompts, "--max-new-tokens", MAX_NEW_TOKENS, "--concurrency", 4, "--repeats", 1, "--samples", 0]
-        options = ["--drafter", drafter, "--settings", json.dumps(chain(drafter, length)), "--tolerance", 0]
+        # A merge learns from text to text, so its texts must come in our order.
+        checks = ["--suites", prompts, "--max-new-tokens", MAX_NEW_TOKENS, "--repeats", 1, "--samples", 0]
+        checks += ["--concurrency", 1 if lookup else 4]
+        settings = json.dumps(chain(folder, length, is_merged=bool(lookup)))
+        options = ["--drafter", drafter, "--settings", settings, "--tolerance", 0]
         result = invoke(["check-server", url, "--target", demo_target_dir, *checks, *options, "--output", output])
 
     # 3. Compare what is accepted, answer by answer.

@@ -61,12 +61,13 @@ def test_a_change_is_the_ratio_of_tokens_per_step_on_the_same_prompts(make_recor
         ("x", 5, 1.5, 1.5, 1.5),
         ("y", 5, 1.5, 1.5, 1.5),
     ]
+    # Each step takes as long in both, so the new one's 31 tokens take as long as the old one's 21.
+    assert [change.speed for change in found] == [pytest.approx(31 / 21)] * 2
 
 
-def change(suite: str, ratio: float, low: float, *, prompts: int = 10, setting: str = "s") -> Change:
-    return Change(
-        setting=setting, suite=suite, temperature=0.0, num_prompts=prompts, ratio=ratio, low=low, high=2 * ratio - low
-    )
+def change(suite: str, ratio: float, low: float, *, prompts: int = 10, setting: str = "s", speed: float = 1.0) -> Change:
+    measured = {"ratio": ratio, "low": low, "high": 2 * ratio - low, "speed": speed, "speed_high": speed + 0.05}
+    return Change(setting=setting, suite=suite, temperature=0.0, num_prompts=prompts, **measured)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,8 @@ def change(suite: str, ratio: float, low: float, *, prompts: int = 10, setting: 
         ([change("own", 1.2, 1.1), change("own", 0.995, 0.98, setting="t")], "own .*(t).* loses 0.5%"),
         ([change("own", 1.2, 1.1), change("mt_bench", 0.995, 0.9)], "mt_bench .* may lose 10.0%"),
         ([change("own", 1.2, 1.1, prompts=3)], "own .* has 3 prompts, too few"),
+        ([change("own", 1.2, 1.1, speed=0.95)], None),
+        ([change("own", 1.2, 1.1, speed=0.9)], "own .* has 0.900 of the old one's speed"),
     ],
 )
 def test_a_gain_must_be_shown_and_nothing_lost(found, reason):

@@ -21,9 +21,9 @@ def candidates(*nodes: tuple[int, int, float]) -> Candidates:
     return Candidates(tokens=tokens, parents=parents, scores=scores, bins=[0] * len(tokens))
 
 
-def merge(*sources: Candidates, max_nodes: int = 99, counts=None, floors=None) -> MergedRow:
+def merge(*sources: Candidates, max_nodes: int = 99, counts=None, floors=None, is_chain: bool = False) -> MergedRow:
     proposals = [Proposals(index, source) for index, source in enumerate(sources)]
-    return grow(proposals, counts or {}, max_nodes, floors)
+    return grow(proposals, counts or {}, max_nodes, floors, is_chain=is_chain)
 
 
 def paths(row: MergedRow) -> dict[tuple[int, ...], tuple[int, float]]:
@@ -50,6 +50,15 @@ def test_equal_prefixes_are_one_node_with_both_sources():
     }
     assert merged[(A,)][1] == 0.9, "agreement: the best estimate"
     assert merged[(E,)][1] < 0.2, "dissent: less than its own"
+
+
+def test_a_chain_has_the_likeliest_token_after_each_other():
+    """C is likelier than B's child, but stands beside B; after B both sources go on."""
+    first = candidates((B, -1, 0.9), (C, -1, 0.6), (A, 0, 0.1), (D, 1, 0.9))
+    second = candidates((B, -1, 0.5), (E, 0, 0.2), (A, 1, 0.9))
+    row = merge(first, second, is_chain=True)
+    assert list(paths(row)) == [(B,), (B, E), (B, E, A)]
+    assert len(merge(first, second, is_chain=True, max_nodes=2).tokens) == 2
 
 
 def test_a_single_sources_tree_is_its_likeliest_nodes_with_falling_probabilities():
