@@ -98,7 +98,7 @@ class Proposer:
         for part in self.parts:
             _require_chains(part)
         if sum(part.folder is not None for part in self.parts) > 1:
-            raise ValueError(f"{OPTION} is {name}, with two trained drafters, and this proposer has room for one; leave one out")
+            raise ValueError(f"{OPTION} is {name}, with two trained drafters, and this proposer takes one")
         self.trained: Any = None
         self.merge: MergeSources | None = None
         self.requests: dict[str, Request] = {}
@@ -187,9 +187,9 @@ class Proposer:
             self.requests[name].read(tokens, merge.counts)
         requests = [self.requests[name] for name in texts]
         # 2. One step of the merge.
-        stores = iter(zip(*(request.stores for request in requests), strict=True))
+        free = [FreeState(tuple(request.stores[number] for request in requests)) for number in range(len(lookups))]
         state = MergedState(
-            sources=tuple(FreeState(next(stores)) if isinstance(part, TrainingFreeDrafter) else states for part in merge.parts),
+            sources=tuple(states if part is self.trained else free.pop(0) for part in merge.parts),
             texts=tuple(request.text for request in requests),
             num_accepted=(0,) * len(requests),
         )

@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_refused(target: HFTarget, runner: type[Any], tmp_p
     ):
         vllm_proposer.Proposer(config("recycling"))
     two = [saved(KINDS[0], target, tmp_path / name) for name in ("one", "two")]
-    with pytest.raises(ValueError, match="two trained drafters, and this proposer has room for one"):
+    with pytest.raises(ValueError, match="two trained drafters, and this proposer takes one"):
         vllm_proposer.Proposer(config(f"{two[0]}+suffix+{two[1]}"))
     proposer = vllm_proposer.Proposer(config(saved(KINDS[0], target, tmp_path / "drafter")))
     with pytest.raises(ValueError, match="serve its own target"):
