@@ -57,7 +57,8 @@ def require_possible_numbers(config: Any, path: Path, name: str = "") -> None:
         require_possible_numbers(value, path, key if isinstance(key, str) else name)
     if isinstance(config, float) and math.isnan(config):
         raise ValueError(f"{path} has {name} NaN, which is no number; {REMEDY}")
-    if isinstance(config, int) and "layer" in name and abs(config) > MAX_LAYERS:
+    # Sizes aren't numbers of layers: Gemma 4 has vocab_size_per_layer_input.
+    if isinstance(config, int) and "layer" in name and "size" not in name and abs(config) > MAX_LAYERS:
         shown = config if abs(config) < 10**20 else f"a number of {config.bit_length()} bits"
         raise ValueError(
             f"{path} has {name} {shown}, which describes more modules and parameters than can be built: a model has at most "

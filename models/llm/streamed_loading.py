@@ -76,6 +76,10 @@ class Skeleton:
         """Return the stored tensor of a buffer; None if the model computes it."""
         return self.by_storage.get(buffer.untyped_storage().data_ptr())
 
+    def in_files(self, sources: Iterable[StoredTensor]) -> list[StoredTensor]:
+        """Return these sources of parameters, and the stored tensors of all buffers."""
+        return [*sources, *filter(None, map(self.stored_buffer, self.model.buffers()))]
+
     def units(self) -> list[tuple[str, nn.Module]]:
         """Return the names and modules whose weights may come and go: layers, and an untied head.
 
@@ -171,9 +175,9 @@ def place_weights(skeleton: Skeleton, config: TargetConfig, device: torch.device
     )
     _warn_of_experts(model)
     # 2. Load what stays.
-    files = WeightFiles({source.path for source in sources.values()})
-    require_same_headers(sources.values())
-    reader = WeightReader(files, device, window_bytes)
+    in_files = skeleton.in_files(sources.values())
+    require_same_headers(in_files)
+    reader = WeightReader(WeightFiles({source.path for source in in_files}), device, window_bytes)
     loader = _Loader(reader, sources, device, window_bytes)
     loader.place_buffers(skeleton)
     loader.place("embeddings and norms", ends)
@@ -208,7 +212,7 @@ def load_parts(skeleton: Skeleton, parts: Mapping[str, nn.Module], device: torch
     sources = {
         id(parameter): skeleton.source(name, parameter) for name, parameter in parameters.items() if id(parameter) in loaded
     }
-    in_files = [*sources.values(), *filter(None, map(skeleton.stored_buffer, skeleton.model.buffers()))]
+    in_files = skeleton.in_files(sources.values())
     # 2. Load it.
     reader = WeightReader(WeightFiles({source.path for source in in_files}), device, WINDOW_BYTES)
     require_same_headers(in_files)

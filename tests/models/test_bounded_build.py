@@ -175,6 +175,7 @@ def test_a_target_and_a_model_that_drafts_are_bounded_by_their_weights(target, t
 def test_large_numbers_from_which_nothing_is_built_are_no_error(target, tiny_target_dir, tmp_path):
     rope = {"rope_theta": 10**11, "original_max_position_embeddings": 10**9}
     require_possible_numbers({"rope_scaling": rope, "limit": [0.0, float("inf")]}, tmp_path)
+    require_possible_numbers({"text_config": {"vocab_size_per_layer_input": 262_144}}, tmp_path)  # Gemma 3n and Gemma 4
     folder = tmp_path / "model"
     shutil.copytree(tiny_target_dir, folder)
     facts = {"num_training_tokens": 10**13, "model_max_length": 10**30, "training": {"flops": 10**26}}

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import json
 import logging
 import os
 import shutil
@@ -12,7 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from outrider.eval.measure.environment import measure_roofline, weight_bytes
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
@@ -23,7 +32,7 @@ from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.hidden_states import decoder_layers
 from outrider.models.llm.loading import load_target
-from outrider.models.llm.weight_files import PAGE
+from outrider.models.llm.weight_files import INDEX_FILE, PAGE, SINGLE_FILE
 from outrider.models.llm.weight_reader import staging_bytes
 
 from ...decoded import texts_of
@@ -108,6 +117,32 @@ def test_a_budget_for_all_weights_streams_nothing(load: Load, whole: HFTarget, c
     assert answers(target, TEXTS) == answers(whole, TEXTS)
 
 
+def test_a_stored_buffer_may_be_alone_in_a_file(tiny_tokenizer: Any, load: Load, tmp_path: Path) -> None:
+    """Gemma 4 stores a number of each layer that isn't trained."""
+    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    shapes = {"hidden_size_per_layer_input": 0, "head_dim": 8, "global_head_dim": 8, "num_kv_shared_layers": 0}
+    folder = save_tiny_target(tmp_path / "gemma", Gemma4ForCausalLM, Gemma4TextConfig, tiny_tokenizer, **layers, **shapes)
+    tensors = load_file(folder / SINGLE_FILE)
+    buffers = {name: torch.full_like(tensor, 0.7) for name, tensor in tensors.items() if name.endswith("layer_scalar")}
+    assert len(buffers) == 4
+    (folder / SINGLE_FILE).unlink()
+    files = {
+        "model-00001-of-00002.safetensors": tensors.keys() - buffers.keys(),
+        "model-00002-of-00002.safetensors": buffers.keys(),
+    }
+    for file, names in files.items():
+        save_file({name: buffers.get(name, tensors[name]) for name in names}, folder / file, {"format": "pt"})
+    weight_map = {name: file for file, names in files.items() for name in names}
+    (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    target = load(path=folder, gib=0.00033)
+    assert target.stream is not None
+    assert {float(buffer) for name, buffer in target.model.named_buffers() if name.endswith("layer_scalar")} == {
+        float(torch.tensor(0.7))
+    }
+    expected = load_target(TargetConfig(name_or_path=str(folder), fast_linears=False), torch.device("cpu"))
+    assert answers(target, TEXTS) == answers(expected, TEXTS)
+
+
 def test_a_pass_that_ends_early_does_not_wait_for_the_layer_where_it_ends(load: Load) -> None:
     target = load(0)
     assert target.stream is not None
@@ -177,7 +212,7 @@ def test_a_batch_above_the_budgeted_tokens_is_refused_at_prefill(load: Load) -> 
 def test_a_budget_that_is_too_small_is_refused_before_anything_is_read(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_reader.os, "preadv", None)
     with pytest.raises(ValueError, match=r"target.memory_budget_gib is 0.0001.* at least 0\.00\d+ GiB \(embeddings and norms"):
-        load(gib=0.0001)
+        load(gib=0.00033)
 
 
 @pytest.mark.parametrize("gib", [0, -1])
