@@ -41,6 +41,17 @@ LENGTH_MARGIN = 16
 """Positions that are kept free for the labels after a text."""
 
 
+SIZES = {
+    "hidden_size": ("n_embd", "n_embed", "d_model"),
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers", "layers_block_type", "layer_types"),
+    "vocab_size": (),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "n_ctx"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": (),
+    "head_dim": (),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
+}
+"""Sizes of a model, each with its names in the configurations of other families: of GPT-2, BLOOM, MPT, Nemotron-H and so on."""
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Keys of configurations that count the layers of MTP heads."""
 RECURRENT_KEYS = (
@@ -122,9 +133,11 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
     if config is None:
         raise ValueError(f"target is {target!r}, which has no config.json; give a model's directory or its Hub id")
     config |= config.get("text_config") or {}
-    sizes = ("hidden_size", "num_hidden_layers", "vocab_size")
-    if missing := [name for name in sizes if not isinstance(config.get(name), int)]:
-        raise ValueError(f"the config.json of {target} has no {', '.join(missing)}; it must be that of a causal language model")
+    config |= {name: size for name in SIZES if (size := _size(config, name)) is not None}
+    missing = [name for name in ("hidden_size", "num_hidden_layers", "vocab_size") if not isinstance(config.get(name), int)]
+    if missing or config.get("is_encoder_decoder"):
+        what = f"has no {', '.join(missing)}" if missing else "describes an encoder with a decoder"
+        raise ValueError(f"the config.json of {target} {what}; it must be that of a causal language model")
 
     # 2. Describe it for the recipe.
     model_type = str(config.get("model_type", "model"))
@@ -148,6 +161,17 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
         has_mtp_head=any(config.get(name) for name in MTP_COUNTS),
         is_recurrent=is_recurrent(config),
     )
+
+
+def _size(config: Mapping[str, Any], name: str) -> int | None:
+    """Return a size under any of its names: of sizes by layer the largest, of kinds of layers their number."""
+    for known in (name, *SIZES[name]):
+        value = config.get(known)
+        if isinstance(value, list) and value:
+            value = max(value) if all(isinstance(part, int) for part in value) else len(value)
+        if isinstance(value, int):
+            return value
+    return None
 
 
 def is_recurrent(config: Mapping[str, Any]) -> bool:

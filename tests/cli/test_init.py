@@ -1,6 +1,7 @@
 """The command `outrider init`: its inputs, the recipe that it writes, and a run of it."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    BloomConfig,
+    Gemma3nTextConfig,
+    GPT2Config,
+    LongcatFlashConfig,
+    MptConfig,
+    NemotronHConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+)
 
 from outrider.cli.compose import load_recipe
 from outrider.cli.config import RunConfig
@@ -152,6 +164,26 @@ def test_a_written_recipe_runs_to_the_end(qwen3: Path, tmp_path: Path, monkeypat
     assert sum(len(shard["ids"]) for shard in manifest["shards"]) == 30 - 3, "three are held out"
 
 
+@pytest.mark.parametrize(
+    ("config", "facts"),
+    [
+        (GPT2Config(), (768, 12, 50_257, 1024)),
+        (BloomConfig(hidden_size=64, n_layer=3, vocab_size=99), (64, 3, 99, 4096)),
+        (MptConfig(d_model=64, n_layers=5, vocab_size=99), (64, 5, 99, 2048)),
+        (NemotronHConfig(), (4096, 4, 131_072, 4096)),
+        (Gemma3nTextConfig(), (2048, 35, 262_400, 32_768)),  # its layers have a width each
+        (LongcatFlashConfig(), (6144, 28, 131_072, 131_072)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_sizes_are_found_under_the_names_of_each_family(config, facts, qwen3, tmp_path):
+    folder = Path(shutil.copytree(qwen3, tmp_path / "target"))
+    config.save_pretrained(folder)
+    found = read_target_facts(str(folder), None)
+    assert (found.hidden_size, found.num_layers, found.vocab_size, found.positions) == facts
+    assert found.layer_parameters > 8 * found.hidden_size**2
+
+
 def test_nothing_is_overwritten(qwen3: Path, tmp_path: Path) -> None:
     chats = write_chats(tmp_path / "chats.jsonl")
     (tmp_path / "my.yaml").write_text("mine")
@@ -208,6 +240,7 @@ def test_a_large_vocabulary_makes_a_smaller_head(qwen3: Path, tmp_path: Path) ->
     [
         ("./nowhere", "eagle3", "no such directory"),
         ("{empty}", "eagle3", "no config.json"),
+        ("{t5}", "eagle3", "describes an encoder with a decoder; it must be that of a causal language model"),
         ("{bare}", "eagle3", "no chat template.*vicuna_v1.1"),
         ("{qwen3}", "eagel3", "must be one of block"),
     ],
@@ -216,7 +249,8 @@ def test_a_recipe_that_cannot_be_written_is_an_error(target, drafter, message, q
     (tmp_path / "empty").mkdir()
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare/config.json").write_text((qwen3 / "config.json").read_text())
-    folder = target.format(empty=tmp_path / "empty", bare=tmp_path / "bare", qwen3=qwen3)
+    T5Config().save_pretrained(tmp_path / "t5")
+    folder = target.format(empty=tmp_path / "empty", bare=tmp_path / "bare", t5=tmp_path / "t5", qwen3=qwen3)
     with pytest.raises(ValueError, match=message):
         init_command(
             InitOptions(recipe=tmp_path / "my.yaml", target=folder, data=write_chats(tmp_path / "chats.jsonl"), drafter=drafter)
