@@ -181,7 +181,7 @@ class Proposer:
         lookups = [part for part in merge.parts if isinstance(part, TrainingFreeDrafter)]
         self.requests = {name: self.requests[name] for name in self._names if name in self.requests}
         for name, tokens in texts.items():
-            if name not in self.requests:
+            if name not in self.requests or self.requests[name].num_tokens >= len(tokens):  # or a new one of this name
                 stores = [part.new_store() for part in lookups]
                 self.requests[name] = Request(MergedText(counts=start_of_text(merge.counts)), stores)
             self.requests[name].read(tokens, merge.counts)
