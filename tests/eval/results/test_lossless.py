@@ -95,6 +95,33 @@ def test_noise_at_a_single_position_explains_nothing(tiny_target: HFTarget, monk
     assert not audit(tiny_target, PROMPT, tokens, max_new_tokens=64).within_noise
 
 
+def test_a_deficit_needs_noise_at_its_own_position(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise elsewhere explains no wrong token, and noise there explains a near tie."""
+    steps = generate(tiny_target, NullDrafter(), GreedyAcceptance(), PROMPT, max_new_tokens=40)
+    tokens = [token for step in steps for token in step.tokens[0]]
+    text = torch.cat([PROMPT, torch.tensor([tokens[:-1]])], dim=1)
+    logits = tiny_target.plain_logits(text, len(tokens))[0]
+    (best, second), places = logits.topk(2).values.T, logits.topk(2).indices
+    at = int((best - second).argmin())
+    prompt = torch.cat([PROMPT, torch.tensor([[*tokens[:at], int(places[at, 1])]])], dim=1)
+    rest = generate(tiny_target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=40 - at - 1)
+    answer = [*prompt[0, PROMPT.shape[1] :].tolist(), *(token for step in rest for token in step.tokens[0])]
+    plain_logits = HFTarget.plain_logits
+
+    def audited(noisy: int) -> bool:
+        def with_noise(target: HFTarget, *args: Any) -> torch.Tensor:
+            logits = plain_logits(target, *args).clone()
+            logits[:, noisy] += 0.2 * logits.std() * torch.randn(logits.shape[-1], generator=torch.Generator().manual_seed(0))
+            return logits
+
+        with monkeypatch.context() as patch:
+            patch.setattr(HFTarget, "plain_logits", with_noise)
+            return audit(tiny_target, PROMPT, answer, max_new_tokens=40).within_noise
+
+    assert audited(at)
+    assert not audited(at - 1 if at else 1)
+
+
 def test_an_answer_must_end_where_plain_decoding_ends(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = sampled(tiny_target, 1.0, seed=3)
     options: dict[str, Any] = {"max_new_tokens": 32, "temperature": 1.0, "seed": 3}
