@@ -176,8 +176,8 @@ def place_weights(skeleton: Skeleton, config: TargetConfig, device: torch.device
     _warn_of_experts(model)
     # 2. Load what stays.
     in_files = skeleton.in_files(sources.values())
-    require_same_headers(in_files)
     reader = WeightReader(WeightFiles({source.path for source in in_files}), device, window_bytes)
+    require_same_headers(in_files)  # of the files that are open now
     loader = _Loader(reader, sources, device, window_bytes)
     loader.place_buffers(skeleton)
     loader.place("embeddings and norms", ends)

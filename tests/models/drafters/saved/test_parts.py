@@ -87,7 +87,7 @@ def test_options_go_to_the_parts_that_have_them(target, redrafter):
         (
             "FOLDER+prompt_lookup",
             {"max_ngram": 2},
-            r"no option max_ngram; it has pace, .*prompt_lookup: \{.*beam_width",
+            r"no option max_ngram; it has chain, pace, .*prompt_lookup: \{.*beam_width",
         ),
         ("FOLDER+prompt_lookup", {"prompt_lookup": 3}, r"option prompt_lookup of .* is 3; give prompt_lookup: \{"),
         ("FOLDER+prompt_lookup", {"prompt_lookup": {"depth": 3}}, "prompt_lookup has no option depth; it has: max_ngram"),
@@ -127,7 +127,7 @@ def test_two_folders_of_a_kind_have_different_names(target, redrafter, make_fold
     assert isinstance(drafter, MergedDrafter)
     assert drafter.sources["redrafter_2"].config.beam_length == 2
     assert answer(target, drafter) == answer(target, NullDrafter())
-    with pytest.raises(ValueError, match="no option beam_width; it has pace.*redrafter or medusa or redrafter_2"):
+    with pytest.raises(ValueError, match="no option beam_width; it has chain, pace.*redrafter or medusa or redrafter_2"):
         parts.configs({"beam_width": 2})
 
 
