@@ -13,11 +13,12 @@ from ...models.decoding.types import Prompts
 from ...models.llm.hf_target import HFTarget
 from ..records.run_files import Audit
 
-MAX_NOISE = 0.4
-"""Largest noise that may explain a difference: its root mean square over a position's logits, as a share
-of their standard deviation, at the worst position. The largest difference of a single logit would
-grow with the vocabulary. SmolLM2 in bfloat16 has 0.27 at a digit where float32 has a thousandth of a
-percent; the logits of other tokens have 1.4."""
+MAX_NOISE = 0.25
+"""Largest noise of a pass that may explain a difference: its root mean square over a position's logits, as a
+share of their standard deviation, at the worst position. The largest difference of a single logit would
+grow with the vocabulary. SmolLM2 in bfloat16 has 0.19 at a digit; logits of another token have 1."""
+TINY = 1e-30
+"""Noise in place of none, in a ratio."""
 ROUNDING = 8
 """Noise that softmax and the division by the clocks add to sampled scores, in units of the
 sampler's precision."""
@@ -54,7 +55,8 @@ def audit(
     text = torch.cat([prompt, tokens[:, :-1]], dim=1)
     at_once = target.plain_logits(text, num_tokens)[0].to(stepwise.dtype)
     differences = stepwise - at_once
-    typical_noise = float(differences.square().mean(-1).sqrt().max())
+    # Both passes have noise, so that of one is their difference over the root of 2.
+    typical_noise = float((differences.square().mean(-1) / 2).sqrt().max())
     # A position's own noise, or what is usual in the answer: rounding differs from pass to pass.
     noises = differences.abs().amax(-1)
     noises = noises.maximum(noises.median())
@@ -64,14 +66,15 @@ def audit(
     # 3. The deficit of each position: the distance between the best score and the score of the answer's token. The worst
     # one is the largest in units of its noise.
     noise, deficit, worst, explained = float(noises.max()), 0.0, 0, True
+    largest = 0.0
     for position, (logits, token) in enumerate(zip(stepwise, token_ids, strict=True)):
         scores = logits.cpu().double()  # float64 adds no rounding here
         if temperature > 0:
             scores = scores / temperature - wind_clocks(torch.empty_like(logits), seed, position).cpu().double().log()
         distance, own_noise = float(scores.max() - scores[token]), float(noises[position])
         explained &= distance <= 2 * own_noise
-        if distance * noise > deficit * own_noise:
-            noise, deficit, worst = own_noise, distance, position
+        if (share := distance / max(own_noise, TINY)) > largest:
+            largest, noise, deficit, worst = share, own_noise, distance, position
 
     # 4. The verdict: noise must explain each deficit, and the answer must end at its first stop token or at the limit.
     explained &= typical_noise <= MAX_NOISE * float(stepwise.std(-1).max())
