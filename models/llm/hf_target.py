@@ -150,7 +150,7 @@ class HFTarget(FrozenModel):
 
         `take` has saved the keys and values of `texts` earlier. `capacity` is the room in tokens of
         each row. Returns the output of the prompts, or None. Raises ValueError for a target over
-        several devices, and for one with recurrent layers.
+        several devices.
         """
         if len({*self.layer_devices}) > 1:
             raise ValueError(
@@ -159,11 +159,6 @@ class HFTarget(FrozenModel):
             )
         if prompts is not None:
             self._require_readable(prompts)
-        if self._trees.mixers:
-            raise ValueError(
-                f"{type(self.model).__name__} has recurrent layers, whose states of texts that left the batch aren't kept; "
-                "choose another engine (distill.engine=decoder)"
-            )
         self._feature_layers = ()
         self._require_room(len(texts) + (0 if prompts is None else len(prompts.lengths)), capacity)
         cache = self._empty_cache(len(texts) + (0 if prompts is None else len(prompts.lengths)), capacity)
@@ -172,7 +167,7 @@ class HFTarget(FrozenModel):
         return output
 
     def take(self, row: int) -> KeptText:
-        """Copy the keys and values of a row's committed tokens to the host, for `resume`."""
+        """Copy what the cache holds of a row's committed tokens to the host, for `resume`."""
         return self._require_cache().take(row)
 
     def hand_over_cache(self) -> TreeCache:

@@ -81,6 +81,9 @@ class Mixer:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
+        in_linears = {parameter for linear in self.linears for parameter in linear.parameters()}
+        self.small_parameters = [parameter for parameter in module.parameters() if parameter not in in_linears]
+        """What a commit reads: all but the linear layers' parameters."""
         self._signature = inspect.signature(module.forward)
         self._input = next(iter(self._signature.parameters))
         self._scope: dict[str, Any] = inspect.unwrap(type(module).forward).__globals__
@@ -220,7 +223,7 @@ class Reading:
     hidden: Float[torch.Tensor, "batch entry width"]
     arguments: dict[str, Any]
     state: State = field(default_factory=dict)
-    """The state at the end of each path."""
+    """The state after the last token, if nothing else was read."""
     results: dict[nn.Linear, list[Float[torch.Tensor, "batch entry width"]]] = field(default_factory=dict)
 
 
@@ -246,6 +249,18 @@ class RecurrentStates:
         for mixer, state in self._states.items():
             self._states[mixer] = {key: tensor[list(rows)] for key, tensor in state.items()}
         self._readings = {}
+
+    def take(self, row: int) -> list[State]:
+        """Copy the states of a row to the host, for `put`."""
+        states = (self._states[mixer] for mixer in self._mixers)
+        return [{key: tensor[row : row + 1].to("cpu", copy=True) for key, tensor in state.items()} for state in states]
+
+    def put(self, texts: Sequence[list[State]]) -> None:
+        """Append rows with states that `take` copied."""
+        for mixer, *kept in zip(self._mixers, *texts, strict=True):
+            device = next(mixer.module.parameters()).device
+            parts = [*filter(None, [self._states.get(mixer)]), *kept]
+            self._states[mixer] = {key: torch.cat([part[key].to(device) for part in parts]) for key in kept[0]}
 
     @contextmanager
     def reading_prompts(self, lengths: Sequence[int]) -> Iterator[None]:
@@ -285,7 +300,9 @@ class RecurrentStates:
             return paths.spread(result)
 
         with replaced(mixer.linears, compute):
-            output, reading.state = mixer.run(forward, rows, state, arguments)
+            output, after = mixer.run(forward, rows, state, arguments)
+        if hidden.shape[1] == 1:  # of a tree, the states at the ends of all paths would take much memory
+            reading.state = after
         self._readings[mixer] = reading
         return with_hidden(output, paths.gather(hidden_of(output)))
 

@@ -26,6 +26,7 @@ from .hidden_states import decoder_layers, layer_configs
 from .memory_plan import GIB, Unit, WeightPlace, plan_memory
 from .pretrained import attention_of, auto_class, loading_errors, read_config, record_tie, require_complete
 from .recurrent_states import find_mixers
+from .tree_attention import KINDS_WITHOUT_MASK
 from .weight_files import INDEX_FILE, PAGE, SINGLE_FILE, WINDOW_BYTES, StoredTensor, first_equal, read_folder, read_header
 from .weight_reader import Loading, WeightFiles, WeightReader, Weights, changed, staging_bytes
 from .weight_stream import StreamedUnit, WeightStream
@@ -83,16 +84,14 @@ class Skeleton:
     def units(self) -> list[tuple[str, nn.Module]]:
         """Return the names and modules whose weights may come and go: layers, and an untied head.
 
-        Raises ValueError if the model has no list of layers, if layers share weights, or are recurrent.
+        Raises ValueError if the model has no list of layers, or if layers share weights.
         """
         layers, head = decoder_layers(self.model), self.model.get_output_embeddings()
         embeddings = {id(parameter) for parameter in self.model.get_input_embeddings().parameters()}
         units = [*layers, *([] if head is None or id(head.weight) in embeddings else [head])]
         uses = Counter(id(parameter) for unit in units for parameter in {*unit.parameters()})
-        is_recurrent = bool(find_mixers(self.model))
-        if not layers or max(uses.values()) > 1 or is_recurrent:
+        if not layers or max(uses.values()) > 1:
             why = "its layers share weights" if layers else "it has no list of layers"
-            why = "its recurrent layers also compute between passes" if is_recurrent else why
             raise ValueError(
                 f"{type(self.model).__name__} can't be read in parts: {why}; leave target.memory_budget_gib and "
                 "target.stage_layers out"
@@ -159,9 +158,16 @@ def place_weights(skeleton: Skeleton, config: TargetConfig, device: torch.device
     model, modules = skeleton.model, skeleton.units()
     parameters = dict(model.named_parameters())
     sources = {id(parameter): skeleton.source(name, parameter) for name, parameter in parameters.items()}
-    in_units = {id(parameter) for _, module in modules for parameter in module.parameters()}
+    small = {id(parameter) for mixer in find_mixers(model) for parameter in mixer.small_parameters}  # read between passes, too
+    units = [
+        (name, module, tuple(parameter for parameter in module.parameters() if id(parameter) not in small))
+        for name, module in modules
+    ]
+    in_units = {id(parameter) for *_, contained in units for parameter in contained}
     ends = [parameter for parameter in parameters.values() if id(parameter) not in in_units]
-    planned = [_planned(name, module, sources, is_head=module is model.get_output_embeddings()) for name, module in modules]
+    planned = [
+        _planned(name, contained, sources, is_head=module is model.get_output_embeddings()) for name, module, contained in units
+    ]
     # A window that holds a whole small unit is large enough; it may begin within a page.
     window_bytes = min(WINDOW_BYTES, PAGE * (2 + max(unit.stored_bytes for unit in planned) // PAGE))
     plan = plan_memory(
@@ -182,8 +188,7 @@ def place_weights(skeleton: Skeleton, config: TargetConfig, device: torch.device
     loader.place_buffers(skeleton)
     loader.place("embeddings and norms", ends)
     streamed: list[StreamedUnit] = []
-    for (name, module), unit in zip(modules, plan.units, strict=True):
-        contained = tuple(module.parameters())
+    for (name, module, contained), unit in zip(units, plan.units, strict=True):
         if unit.place is WeightPlace.RESIDENT:
             loader.place(name, contained)
         else:
@@ -279,11 +284,11 @@ class _Loader:
         self.reader.load(Loading(weights, tensors)).future.result()
 
 
-def _planned(name: str, module: nn.Module, sources: Mapping[int, StoredTensor], *, is_head: bool) -> Unit:
+def _planned(name: str, parameters: Sequence[nn.Parameter], sources: Mapping[int, StoredTensor], *, is_head: bool) -> Unit:
     return Unit(
         name=name,
-        stored_bytes=sum(sources[id(parameter)].num_bytes for parameter in module.parameters()),
-        computed_bytes=sum(parameter.nbytes for parameter in module.parameters()),
+        stored_bytes=sum(sources[id(parameter)].num_bytes for parameter in parameters),
+        computed_bytes=sum(parameter.nbytes for parameter in parameters),
         is_head=is_head,
     )
 
@@ -291,7 +296,11 @@ def _planned(name: str, module: nn.Module, sources: Mapping[int, StoredTensor], 
 def _token_bytes(model: PreTrainedModel) -> int:
     """Return the bytes of one token's keys and values."""
     numbers = 0
-    for config in layer_configs(model):
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    for config, kind in zip(layer_configs(model), kinds, strict=True):
+        if kind in KINDS_WITHOUT_MASK:
+            continue
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         latent = getattr(config, "kv_lora_rank", None)  # of latent attention, whose cache has no heads

@@ -10,6 +10,7 @@ must not see. Nothing moves until the owner keeps some of the entries.
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..decoding.types import Counts
 from .cache_columns import copied_to_host, move_columns, write_columns
-from .recurrent_states import RecurrentStates
+from .recurrent_states import RecurrentStates, State
 
 EXTENT_STEP = 256
 """`extent` is a multiple of this number of columns if each new extent is compiled or recorded."""
@@ -77,8 +78,16 @@ class TreeCacheLayer(CacheLayerMixin):
         return self.cache.capacity
 
 
-KeptText = list[torch.Tensor]
-"""A text's keys and values: a tensor [slot, head, token, head_dim] for each buffer."""
+@dataclass(frozen=True, slots=True)
+class KeptText:
+    """A text that left the batch, on the host."""
+
+    length: int
+    columns: list[torch.Tensor]
+    """Its keys and values: [slot, head, token, head_dim] for each buffer."""
+    states: list[State]
+    """The states of recurrent layers after it: [1, ...]."""
+
 
 Slot = tuple[int, int]
 """Index of a buffer, and of the slot in it."""
@@ -286,26 +295,29 @@ class TreeCache(Cache):
             self.recurrent.select(rows)
 
     def take(self, row: int) -> KeptText:
-        """Copy a row's committed keys and values to the host."""
+        """Copy a row's committed keys and values, and its states, to the host."""
         length = self._host_lengths[row]
-        return copied_to_host([buffer[:, row, :, :length] for buffer in self._buffers], self._lengths.device)
+        columns = copied_to_host([buffer[:, row, :, :length] for buffer in self._buffers], self._lengths.device)
+        return KeptText(length, columns, self.recurrent.take(row) if self.recurrent is not None else [])
 
     @torch.inference_mode(False)
     def put(self, texts: Sequence[KeptText]) -> None:
         """Append rows with texts that `take` copied from a cache of the same model."""
         # If nothing was read yet, allocate the buffers. Layers reserve slots in the same order as before.
         if not self._buffers:
-            for kept in texts[0]:
+            for kept in texts[0].columns:
                 num_slots, num_heads, _, head_dim = kept.shape
                 shape = (num_slots, self.max_batch, num_heads, self.capacity, head_dim)
                 self._buffers.append(torch.zeros(shape, dtype=kept.dtype, device=self._lengths.device))
                 self._used.append(0)
         for text in texts:
-            row, length = self.batch, text[0].shape[2]
-            for buffer, kept in zip(self._buffers, text, strict=True):
+            row, length = self.batch, text.length
+            for buffer, kept in zip(self._buffers, text.columns, strict=True):
                 buffer[:, row, :, :length] = kept.to(buffer.device)
             self._lengths[row] = length
             self._host_lengths += (length,)
+        if self.recurrent is not None and texts:
+            self.recurrent.put([text.states for text in texts])
 
     def _rounded(self, num_columns: int) -> int:
         return -(-num_columns // self.extent_step) * self.extent_step

@@ -12,6 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from outrider.cli.init_facts import is_recurrent
 from outrider.data.types import DrafterBatch
 from outrider.distill.label.continuations import label_continuations, require_branch_attention
+from outrider.models.decoding import Prompts
+from outrider.models.decoding.tree import accepted_path, chain_tree, empty_tree
 from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.drafters.saved.build import build_drafter, parse_drafter
@@ -68,6 +70,28 @@ def test_texts_trees_and_batches_give_the_tokens_of_full_passes(name, target_of)
         answers, num_accepted = decode(target, OracleDrafter(expected, right, VOCAB), PROMPTS, NUM_NEW)
         assert answers == expected
         assert num_accepted > 0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", rows(BRANCHES, ALONG_THE_TEXT))
+def test_texts_that_left_the_batch_resume(name, target_of):
+    target = target_of(name)
+    expected = torch.tensor([answer(name, tuple(prompt), NUM_NEW) for prompt in PROMPTS])
+    chain = chain_tree(expected[[0, 2], 1:3])
+    # 1. Two texts read their prompts and three tokens. Both leave.
+    target.prefill(Prompts.of([torch.tensor(PROMPTS[row]) for row in (0, 2)]), max_new_tokens=NUM_NEW, max_nodes=2)
+    target.verify(expected[[0, 2], 0], chain)
+    target.commit(chain, accepted_path(chain, [[0, 1], [0, 1]]))
+    kept = [target.take(1), target.take(0)]
+    # 2. They come back beside a new text, and read on.
+    target.resume(Prompts.of([torch.tensor(PROMPTS[1])]), kept, capacity=len(PROMPTS[2]) + NUM_NEW)
+    order, places = [1, 2, 0], [0, 3, 3]
+    for more in range(3):
+        at = [place + more for place in places]
+        tree = empty_tree(3, torch.device("cpu"))
+        output = target.verify(expected[order, at], tree)
+        assert output.logits[:, 0].argmax(-1).tolist() == expected[order, [place + 1 for place in at]].tolist()
+        target.commit(tree, accepted_path(tree, [[]] * 3))
 
 
 @pytest.mark.parametrize("name", rows(BRANCHES, ALONG_THE_TEXT))

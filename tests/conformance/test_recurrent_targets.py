@@ -1,5 +1,6 @@
 """Every kind of drafter on targets with recurrent layers: labelled along the text, trained, saved, loaded and decoded."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -7,17 +8,27 @@ import pytest
 import torch
 
 from outrider.data.types import DrafterBatch
+from outrider.distill.config import DistillConfig
 from outrider.distill.label.continuations import label_continuations
+from outrider.distill.regenerate.engine import Limits, Request
+from outrider.distill.regenerate.engines.batch import cache_bytes
+from outrider.distill.regenerate.engines.registry import open_engine
 from outrider.models.decoding import Sampling, SpeculativeSampling
 from outrider.models.decoding.tree import chain_tree
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.objective import Objective
+from outrider.models.drafters.oracle import OracleDrafter
+from outrider.models.llm import memory_plan, streamed_loading
+from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 from outrider.models.llm.recurrent_states import Paths, find_mixers
+from outrider.models.llm.stages.slices import EndSlice
+from outrider.models.llm.streamed_loading import build_without_weights, stored_weights
 from outrider.train.batches import states_of_texts
 
 from ..tiny_models import IDENTITY
-from .families import PROMPTS, VOCAB, decode, make_family
+from .families import ALONG_THE_TEXT, PROMPTS, VOCAB, decode, make_family
 from .test_drafters import FREE, FROM_RANDOM, ROW_KINDS, fit
 
 FAMILIES = ("qwen3_5_text", "falcon_h1", "lfm2")
@@ -104,6 +115,72 @@ def test_merged_free_drafts_change_no_token(target, plain):
         drafter = load_drafter("+".join(FREE), target, pace=pace, tree_nodes=12, **FREE)
         for _ in range(2):  # the second time it knows the texts
             assert decode(target, drafter, PROMPTS, NUM_NEW)[0] == plain
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_5_text", *(pytest.param(name, marks=pytest.mark.slow) for name in ALONG_THE_TEXT if name != "qwen3_5_text")]
+)
+def test_a_budget_changes_no_token(name, tmp_path, monkeypatch):
+    """Weights of mixers that a commit reads stay in memory."""
+
+    def streaming(units, **options):
+        return memory_plan._least(memory_plan.plan_memory(units, **options), staging_bytes=0, head_streams=False)
+
+    make_family(name).float().save_pretrained(tmp_path, save_original_format=False)
+    monkeypatch.setattr(streamed_loading, "plan_memory", streaming)
+    config = TargetConfig(name_or_path=str(tmp_path), dtype="float32", fast_linears=False)
+    if name == "zamba2":
+        with pytest.raises(ValueError, match="its layers share weights; leave target.memory_budget_gib"):
+            load_target(replace(config, memory_budget_gib=1.0), torch.device("cpu"), needs_tokenizer=False)
+        return
+    memory, streamed = (
+        load_target(replace(config, memory_budget_gib=gib), torch.device("cpu"), needs_tokenizer=False) for gib in (None, 1.0)
+    )
+    assert streamed.stream is not None
+    assert len(streamed.stream.units) > 2
+    plain, _ = decode(memory, NullDrafter(), PROMPTS, NUM_NEW)
+    assert decode(streamed, NullDrafter(), PROMPTS, NUM_NEW)[0] == plain
+    for right in ([0, 1, 0], [2, 3, 1]):
+        expected, actual = (
+            decode(target, OracleDrafter(plain, right, VOCAB), PROMPTS, NUM_NEW) for target in (memory, streamed)
+        )
+        assert actual == expected
+        assert actual[1] > 0
+
+
+def test_stages_are_refused(target, tmp_path):
+    target.model.save_pretrained(tmp_path)
+    config = TargetConfig(name_or_path=str(tmp_path))
+    skeleton = build_without_weights(config, stored_weights(config))
+    with pytest.raises(
+        ValueError, match="recurrent layers, whose states can't hold several drafts at once; leave target.stage_l"
+    ):
+        EndSlice.load(skeleton, torch.device("cpu"))
+
+
+def test_evicted_answers_are_those_of_requests_alone(target, plain, monkeypatch):
+    # 1. Answers of several lengths: all tokens of one of them end answers.
+    monkeypatch.setattr(target.model.generation_config, "eos_token_id", sorted({*plain[0][4:6], plain[1][9]}))
+    limits = Limits(max_new_tokens=NUM_NEW, max_tokens=64)
+    expected = []
+    for tokens in plain:
+        end = next((place for place, token in enumerate(tokens) if token in target.stop_ids), NUM_NEW)
+        expected.append(tokens[: end + 1])
+    requests = [Request(id=f"{n}", prompt_ids=torch.tensor(PROMPTS[n % 3]), seed=n) for n in range(12)]
+    # 2. A budget for the states and texts of few rows.
+    token_bytes, state_bytes = cache_bytes(target)
+    assert min(token_bytes, state_bytes) > 0
+    config = DistillConfig(engine="batch", kv_budget_gib=3 * (64 * token_bytes + state_bytes) / 2**30)
+    taken: list[int] = []
+    take = HFTarget.take
+    monkeypatch.setattr(HFTarget, "take", lambda self, row: (taken.append(row), take(self, row))[1])
+    with open_engine(config, target, limits) as engine:
+        assert engine.state_tokens == math.ceil(state_bytes / token_bytes)
+        answers = {answer.id: answer.tokens.tolist() for answer in engine.answer(requests)}
+    assert answers == {f"{n}": expected[n % 3] for n in range(12)}
+    assert len(taken) > 2, "no answer left its batch"
+    with pytest.raises(ValueError, match=r"holds the keys and values of 64 tokens, .* with states as large as those of \d+"):
+        open_engine(DistillConfig(engine="batch", kv_budget_gib=64.5 * token_bytes / 2**30), target, limits).__enter__()
 
 
 def test_paths_of_trees():

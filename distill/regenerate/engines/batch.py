@@ -37,6 +37,8 @@ class BatchEngine:
     limits: Limits
     budget_tokens: int
     """Tokens whose keys and values a batch may hold."""
+    state_tokens: int = 0
+    """Tokens whose keys and values take as much memory as the states of a row's recurrent layers."""
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
         """Yield an answer to every request, batch by batch.
@@ -53,21 +55,23 @@ class BatchEngine:
             part=SHORTEST.part,
             unknown=max(1, math.ceil(UNKNOWN_SHARE * self.limits.max_new_tokens)),
         )
-        lengths = [len(request.prompt_ids) for request in requests]
+        lengths = [self.state_tokens + len(request.prompt_ids) for request in requests]
         for batch in supervise(lengths, decoder.rooms, SHORTEST, reservation, decoder.decode, budget=self.budget_tokens):
             yield from (decoder.answer_of(row.index) for row, decoded in batch if decoded.ended)
 
 
 @torch.inference_mode()
-def kv_bytes_per_token(target: HFTarget) -> int:
-    """Return the bytes of one token's keys and values in all layers.
+def cache_bytes(target: HFTarget) -> tuple[int, int]:
+    """Return the bytes of one token's keys and values in all layers, and of the states of a text.
 
-    For ordinary attention this is layers x 2 x KV heads x head size x bytes of an element. It is
-    measured by reading a token, so it is also right for layers of different shapes.
+    For ordinary attention they are layers x 2 x KV heads x head size x bytes of an element, and 0. It
+    is measured by reading a token, so it is also right for layers of different shapes.
     """
-    token = torch.zeros(1, 1, dtype=torch.long, device=target.device)
-    cache = target.model(token, use_cache=True).past_key_values
-    return sum(states.numel() * states.element_size() for layer in cache.layers for states in (layer.keys, layer.values))
+    token = torch.zeros(1, dtype=torch.long, device=target.device)
+    target.prefill(Prompts.of([token]), max_new_tokens=1, max_nodes=0)
+    kept = target.take(0)
+    target.release_cache()
+    return sum(one.nbytes for one in kept.columns), sum(one.nbytes for state in kept.states for one in state.values())
 
 
 class BatchDecoder:

@@ -1,6 +1,7 @@
 """The registry of engines."""
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -41,13 +42,18 @@ def open_engine(
             drafter_context=None if drafter is None else drafter.context_length,
         )
     elif config.engine == "batch":
-        num_tokens = int(config.kv_budget_gib * 2**30) // batch.kv_bytes_per_token(target)
-        if num_tokens < limits.max_tokens:
+        token_bytes, state_bytes = batch.cache_bytes(target)
+        num_tokens = int(config.kv_budget_gib * 2**30) // max(1, token_bytes)
+        state_tokens = math.ceil(state_bytes / max(1, token_bytes))
+        if num_tokens < state_tokens + limits.max_tokens:
+            states = f" with states as large as those of {state_tokens} tokens" if state_tokens else ""
             raise ValueError(
                 f"distill.kv_budget_gib={config.kv_budget_gib} holds the keys and values of {num_tokens} tokens, and a text "
-                f"may have {limits.max_tokens} (data.max_length); raise it, or lower data.max_length"
+                f"may have {limits.max_tokens} (data.max_length){states}; raise it, or lower data.max_length"
             )
-        yield batch.BatchEngine(target, sampling=config.sampling, limits=limits, budget_tokens=num_tokens)
+        yield batch.BatchEngine(
+            target, sampling=config.sampling, limits=limits, budget_tokens=num_tokens, state_tokens=state_tokens
+        )
     else:
         assert config.base_url is not None  # DistillConfig has checked it
         if config.engine == "vllm":

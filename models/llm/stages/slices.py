@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from ...decoding.types import TargetOutput
 from ..hidden_states import CapturedHiddenStates, DeepEnough, decoder_layers, decoder_of, layer_list
+from ..recurrent_states import find_mixers
 from ..streamed_loading import Skeleton, load_parts
 
 Hidden = Float[torch.Tensor, "1 entry hidden"]
@@ -65,6 +66,16 @@ def remove_layers(model: PreTrainedModel, present: range, *, in_tuple: bool) -> 
             layers[index] = AbsentLayer(layer, in_tuple=in_tuple)
 
 
+def units_of(skeleton: Skeleton) -> list[tuple[str, nn.Module]]:
+    """Return the layers of a model, and an untied head. Raises ValueError if they can't be divided."""
+    if find_mixers(skeleton.model):
+        raise ValueError(
+            f"{type(skeleton.model).__name__} has recurrent layers, whose states can't hold several drafts at once; leave "
+            "target.stage_layers out"
+        )
+    return skeleton.units()
+
+
 class LayerSlice:
     """Some layers of a model, from hidden states to hidden states. `layers` are their places."""
 
@@ -90,7 +101,7 @@ class LayerSlice:
     @classmethod
     def load(cls, skeleton: Skeleton, layers: range, device: torch.device) -> "LayerSlice":
         """Load some layers of a model that was built without weights. Nothing else is read."""
-        units = skeleton.units()
+        units = units_of(skeleton)
         part = cls.cut(skeleton.model, layers)
         load_parts(skeleton, dict(units[layers.start : layers.stop]), device)
         return part
@@ -160,7 +171,7 @@ class EndSlice:
     @classmethod
     def load(cls, skeleton: Skeleton, device: torch.device) -> "EndSlice":
         """Load the ends of a model that was built without weights. No layer is read."""
-        skeleton.units()
+        units_of(skeleton)
         ends = cls.cut(skeleton.model)
         load_parts(skeleton, {"embeddings, norm and head": skeleton.model}, device)
         return ends

@@ -12,7 +12,7 @@ import torch
 from outrider.distill.config import DistillConfig
 from outrider.distill.regenerate.engine import Limits, Request
 from outrider.distill.regenerate.engines import batch as module
-from outrider.distill.regenerate.engines.batch import BatchEngine, kv_bytes_per_token
+from outrider.distill.regenerate.engines.batch import BatchEngine, cache_bytes
 from outrider.distill.regenerate.engines.decoder import DecoderEngine
 from outrider.distill.regenerate.engines.registry import open_engine
 from outrider.distill.regenerate.lengths.predictors import LightPredictor
@@ -139,7 +139,7 @@ def test_a_call_without_requests_returns_no_answers(target: HFTarget, limits: Li
 
 
 def test_a_budget_below_the_longest_text_is_refused_before_any_work(target: HFTarget, limits: Limits) -> None:
-    gib = (limits.max_tokens - 0.5) * kv_bytes_per_token(target) / 2**30
+    gib = (limits.max_tokens - 0.5) * cache_bytes(target)[0] / 2**30
     config = DistillConfig(engine="batch", kv_budget_gib=gib)
     with (
         pytest.raises(
@@ -170,11 +170,11 @@ def test_logits_that_are_not_numbers_name_the_request(exact_target, requests, li
         texts(engine, changed)
 
 
-def test_kv_bytes_per_token_follow_from_the_configuration(target: HFTarget) -> None:
+def test_cache_bytes_follow_from_the_configuration(target: HFTarget) -> None:
     config = target.model.config
     expected = (
         config.num_hidden_layers * 2 * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads) * 4
     )
-    assert kv_bytes_per_token(target) == expected
+    assert cache_bytes(target) == (expected, 0)
     target.model.to(torch.float16)
-    assert kv_bytes_per_token(target) == expected / 2
+    assert cache_bytes(target) == (expected / 2, 0)
