@@ -83,7 +83,19 @@ COLLECTED = pytest.StashKey[list[pytest.Item]]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Make slow tests of all but the marked number of a test's cases (`quick_cases`), evenly spread."""
     config.stash[COLLECTED] = list(items)
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("quick_cases") and not item.get_closest_marker("slow"):
+            cases.setdefault((item.path, item.originalname), []).append(item)  # type: ignore[attr-defined]
+    for of_test in cases.values():
+        marker = of_test[0].get_closest_marker("quick_cases")
+        assert marker is not None
+        quick = {place * len(of_test) // marker.args[0] for place in range(marker.args[0])}
+        for place, item in enumerate(of_test):
+            if place not in quick:
+                item.add_marker("slow")
 
 
 @pytest.fixture

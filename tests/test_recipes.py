@@ -143,6 +143,7 @@ def test_a_recipe_runs_through_all_stages(tiny_target_dir, qwen3_dir, conversati
     assert len(warnings) == (not exported), warnings
 
 
+@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize("recipe", [*ALL_RECIPES, *(f"demo drafter={demo}" for demo in DEMOS)])
 def test_a_recipe_drafts_as_deep_as_it_trains(recipe: str) -> None:
     config = composed_of(*f"conf={recipe}".split())

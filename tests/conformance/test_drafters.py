@@ -296,6 +296,7 @@ def test_greedy_answers_are_plain_decodings(either, target, plain):
         assert answer(target, either, [PROMPTS[row] for row in order]).tokens == [plain[row] for row in order]
 
 
+@pytest.mark.quick_cases(12)
 def test_rows_leave_the_batch_and_the_others_continue(drafter, target, plain):
     stop = next(token for token in plain[0][4:] if len({token in tokens for tokens in plain}) == 2)
     expected = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in plain]
@@ -305,6 +306,7 @@ def test_rows_leave_the_batch_and_the_others_continue(drafter, target, plain):
     assert actual.num_left < len(PROMPTS)
 
 
+@pytest.mark.quick_cases(12)
 def test_a_row_in_a_batch_decodes_as_it_does_alone(drafter, name, target):
     # Near zero, samples are texts that drafters know; drawn drafts are rarely accepted there.
     rule = SpeculativeSampling(sampling=Sampling(temperature=0.7 if draws(name) else 0.1))
@@ -365,6 +367,7 @@ def test_a_step_has_one_host_read_and_a_training_free_one_few_more(drafter, name
 # --- training
 
 
+@pytest.mark.quick_cases(6)
 def test_training_overfits_to_near_perfect_acceptance_and_decoding_accepts(trained, target):
     loss = trained.loss
     assert len(loss.joint_hits) == HORIZON - 1

@@ -27,7 +27,7 @@ from ..tiny_models import IDENTITY
 from .families import ALONG_THE_TEXT, BRANCHES, PROMPTS, REFUSED, VOCAB, decode, make_family
 
 NUM_NEW, HORIZON = 12, 4
-QUICK = {"gemma4_text", "gpt_oss", "deepseek_v3", "deepseek_v32", "llama4_text", "qwen3_5_text", "falcon_h1", "lfm2", "rwkv"}
+QUICK = {"gemma4_text", "gpt_oss", "deepseek_v3", "qwen3_5_text", "falcon_h1", "rwkv"}
 
 
 def rows(*families: dict[str, object]) -> list[object]:

@@ -81,6 +81,7 @@ def options_of(name: str) -> dict[str, Any]:
     return options | (LLAMA if ROW_KINDS[name] in {"eagle", "eagle3", "block"} else {})
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FROM_RANDOM if "drawn" not in name]
 )

@@ -457,6 +457,7 @@ def assert_caught(make_rule, **options) -> None:
     assert any(check.total_variation > CAUGHT for check in checks), "the mutant passes for sound"
 
 
+@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize("name", ACCEPTANCE_MUTANTS)
 def test_every_mutant_of_the_sampler_is_caught(name, mutate):
     module = mutate(*ACCEPTANCE_MUTANTS[name])

@@ -49,6 +49,7 @@ def outputs(target: HFTarget) -> list[torch.Tensor]:
     return [tensor for output in results for tensor in (output.logits, output.hidden_states)]
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("case", CASES | TUPLES)
 def test_slices_have_the_logits_of_the_whole_model(case, tiny_tokenizer):
     architecture, options, (attention, *_) = (CASES | TUPLES)[case]
@@ -97,6 +98,7 @@ def answers(target: HFTarget, drafter: Any, rule: str) -> tuple[list[list[int]],
     return texts, num_accepted
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_a_target_in_stages_decodes_the_text_of_the_whole_target(kind, whole, staged):
     drafter = make_drafter(kind, staged)

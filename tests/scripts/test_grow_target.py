@@ -78,6 +78,7 @@ def test_a_grown_target_has_its_sizes_and_the_same_text(grow, tiny_target_dir, t
     assert record["parameters"] == new.model.num_parameters()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_drafters_of_the_original_load_and_accept_as_much(grow, tiny_target_dir, tmp_path, kind):
     """EAGLE's layer takes its sizes from the target, and EAGLE-3 also the layers that it reads."""

@@ -160,6 +160,7 @@ def test_the_cutoff_rises_with_runs_and_falls_with_attempts_in_vain(rules):
     assert rule.choose(window, drafts, max_depth=9, has_more=False) == [0], "an acceptance starts over"
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("is_sampled", [False, True])
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_texts_of_pipeinfers_rule_are_those_of_plain_decoding(rules, kind, is_sampled):

@@ -199,6 +199,7 @@ def test_a_sharded_state_needs_the_same_number_of_processes(accelerator, tmp_pat
             saver.load(kept)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     ("name", "change"),
     [

@@ -195,6 +195,7 @@ def learn_answers(drafter: TrainableDrafter, target: HFTarget, num_depths: int =
         optimizer.step()
 
 
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize(
     ("fault", "words"),
     [

@@ -263,6 +263,7 @@ def plain_tree(drafter: Redrafter, tokens: list[int], parents: list[int], scores
     return [(tokens[node], number[parents[node]]) for node in sorted(kept)]
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("tree_nodes", [None, 9])
 @pytest.mark.parametrize("draft_vocab_size", [None, 150])
 @pytest.mark.parametrize(("width", "length"), [(1, 4), (4, 3), (16, 5), (40, 3), (70, 2)])

@@ -206,6 +206,7 @@ def tiny_pair(target, request) -> tuple[HFTarget, HFTarget]:
     return make_tiny(target, seed=0), small
 
 
+@pytest.mark.quick_cases(2)
 @torch.inference_mode()
 def test_all_outcomes_of_a_sampled_chain_sum_to_the_targets_distribution(tiny_pair):
     target, small = tiny_pair

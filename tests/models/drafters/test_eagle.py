@@ -331,6 +331,7 @@ def slow_search(drafter: Any, target: HFTarget, text: list[int], last: int) -> d
     return met
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("form", "family"), [("eagle", "llama"), ("eagle3", "qwen3"), ("eagle3.1", "qwen2")], indirect=["family"]
 )

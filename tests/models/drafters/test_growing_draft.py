@@ -241,6 +241,7 @@ class Watched:
             self.num_checked += 1
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("names", [(), ("suffix", "recycling")], ids=["alone", "merged"])
 def test_keys_and_values_of_a_re_rooted_tree_are_those_of_a_fresh_read(target, twin, waits, kept, names):
     waits(2)

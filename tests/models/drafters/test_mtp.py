@@ -34,6 +34,7 @@ def checkpoint(request, tmp_path_factory):
     return request.param, folder, write_checkpoint(folder, request.param)
 
 
+@pytest.mark.quick_cases(5)
 def test_a_head_of_a_checkpoint_computes_what_its_modules_do_and_changes_no_token(checkpoint):
     _, folder, head = checkpoint
     target = load(folder)

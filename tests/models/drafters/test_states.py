@@ -131,6 +131,7 @@ def test_every_training_free_drafter_is_tested_here():
     assert FREE.keys() == TRAINING_FREE.keys()
 
 
+@pytest.mark.quick_cases(8)
 @torch.inference_mode()
 def test_selected_rows_continue_as_a_batch_of_these_rows_does(drafter, target):
     for rows in ([0, 2], [1, 2], [1, 2, 2]):
@@ -160,6 +161,7 @@ def test_copies_of_a_row_read_its_text_once(target):
     assert [tuple(store.text) for store in part.state.stores[:2]] == [text[:-1] for text in part.texts[:2]]
 
 
+@pytest.mark.quick_cases(8)
 @torch.inference_mode()
 def test_two_answers_of_one_drafter_can_be_decoded_in_turns(drafter, target):
     """A draft model once kept its texts in itself, so that a second answer was an error."""

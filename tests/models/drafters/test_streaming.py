@@ -139,6 +139,7 @@ def fresh(drafter: Any, target: HFTarget, text: list[int]) -> Any:
 # --- all kinds
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("kind", KINDS)
 def test_trees_have_probabilities_that_fall_and_no_equal_siblings(target, twin, kind):
     plain = plain_answer(target)
@@ -461,6 +462,7 @@ class LateTarget(AsyncTarget):
 RULES = {"greedy": GreedyAcceptance(), "sampled": SpeculativeSampling(sampling=Sampling(temperature=0.8))}
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize(("kind", "rule"), [*zip(["null", *KINDS], cycle(RULES), strict=False)])
 def test_pipelined_tokens_are_those_of_plain_decoding(target, twin, kind, rule):
     prompts, counts = [PROMPT, [9, 8]], [24, 12]

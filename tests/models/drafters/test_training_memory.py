@@ -94,6 +94,7 @@ def test_every_kind_is_here() -> None:
     assert {options.get("kind", name) for name, options in OPTIONS.items()} == DRAFTERS.keys()
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if "kind" in OPTIONS[name] else []) for name in sorted(OPTIONS)]
 )

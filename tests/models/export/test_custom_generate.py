@@ -28,6 +28,7 @@ def folder(package_dirs: dict[str, Path]) -> str:
     return str(package_dirs["draft_model"])
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_text_equals_that_of_plain_generate(model, package_dirs, kind):
     inputs = {"input_ids": BATCH, "attention_mask": MASK}

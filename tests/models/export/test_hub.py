@@ -72,6 +72,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("public", [False, True])
 def test_a_pushed_folder_is_pulled_byte_for_byte(hub: Hub, folder: Path, tmp_path: Path, public: bool) -> None:
     pushed = push(folder, REPO, public=public)

@@ -39,6 +39,7 @@ def split(folder):
     (folder / "model.safetensors").unlink()
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3", "smollm3"])
 def test_a_trained_head_replaces_the_earlier_one_and_nothing_else(family, shards, tmp_path):

@@ -76,6 +76,7 @@ def test_every_format_has_a_case_and_a_page():
     assert {*linked, "README.md"} == {page.name for page in pages.iterdir()}
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(("name", "options"), ALL_CASES)
 def test_an_export_imports_bit_for_bit_and_drafts_the_same(name, options, llama, make_drafter, tmp_path):
     drafter = make_drafter(FORMATS[name].kind, llama, **options)
@@ -92,6 +93,7 @@ def test_an_export_imports_bit_for_bit_and_drafts_the_same(name, options, llama,
     assert first == second
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(("name", "options"), [(name, cases[0]) for name, cases in CASES.items()])
 def test_an_import_without_outrider_json_drafts_the_same(name, options, llama, make_drafter, tmp_path):
     """Published drafters have no outrider.json, so their default settings are unknown."""

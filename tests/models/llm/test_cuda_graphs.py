@@ -196,6 +196,7 @@ RULES = {
 }
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(("name", "rule"), [*zip([*UNCACHED, *CACHED, *SOURCES], cycle(RULES), strict=False)])
 def test_with_everything_recorded_the_steps_are_those_of_nothing_recorded(target, monkeypatch, name, rule):
     """The rule reads recorded trees and logits in place, so what overwrites them early would show."""
