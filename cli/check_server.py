@@ -149,10 +149,16 @@ def _checked(
     # 1. Count the work, for one bar over the whole.
     found, server = checks.ServerCheck(), sides[0]
     shortest = sorted(questions, key=lambda question: len(question.ids))[: checks.NUM_SAMPLED_PROMPTS]
+    # Greedy answers stand between samples: an engine may confuse the temperatures of requests that it answers together.
     sampled = [shortest[index % len(shortest)] for index in range(options.samples)]
+    beside = questions[: checks.SAMPLED_AT_ONCE] if sampled else []
+    step = -(-len(sampled) // max(1, len(beside)))
+    mixed = [
+        part for start, one in enumerate(beside) for part in ((one, 0.0), *((s, 1.0) for s in sampled[start * step :][:step]))
+    ]
     num_speed = len(options.concurrency) * config.repeats * len(questions)
     num_greedy = len(questions) * (2 + (options.without is not None) + (method is not None))
-    total = num_greedy + num_speed * (len(sides) + 1) + 2 * len(sampled)
+    total = num_greedy + num_speed * (len(sides) + 1) + 2 * len(mixed)
     with tqdm(total=total, desc="check-server", unit="answer") as bar:
         # 2. Greedy answers one by one, with the server's counts of drafts.
         replies, drafts = checks.ask_one_by_one(server, questions, config.max_new_tokens, bar.update)
@@ -196,8 +202,12 @@ def _checked(
                 "concurrency": checks.SAMPLED_AT_ONCE,
                 "max_new_tokens": checks.SAMPLED_TOKENS,
             }
-            replies, _ = ask(server, sampled, temperature=1.0, told=bar.update, **options_of_samples)
-            found.lines.append(checks.check_samples(reader, sampled, replies, bar.update))
+            asked, temperatures = zip(*mixed, strict=True)
+            replies, _ = ask(server, asked, temperatures=temperatures, told=bar.update, **options_of_samples)
+            greedy, drawn = ([one for one, at in zip(replies, temperatures, strict=True) if at == kind] for kind in (0.0, 1.0))
+            found.lines.append(checks.check_samples(reader, sampled, drawn, bar.update))
+            where = " beside sampled ones"
+            found.lines.append(checks.check_tokens(reader, beside, greedy, where, options.tolerance, bar.update))
         return found
 
 

@@ -8,7 +8,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,16 +37,13 @@ from ..eval.forecast.measure import (
     plain_answers,
     step_seconds,
 )
-from ..eval.forecast.result import (
-    Measured,
-    MethodKey,
-    foresee,
-)
+from ..eval.forecast.result import Measured, MethodKey, foresee
 from ..eval.measure.environment import within_memory
-from ..eval.measure.methods import Settings, acceptance_rule, method_specs, proposer
+from ..eval.measure.methods import MethodSpec, Settings, acceptance_rule, method_specs, proposer
 from ..eval.measure.plan import require_room
 from ..eval.records.names import PLAIN_DECODING
 from ..eval.run import load_suites
+from ..models.decoding.protocols import AcceptanceRule
 from ..models.drafters import NullDrafter, load_drafter
 from ..models.drafters.saved.loading import trained_parts
 from ..models.drafters.saved.parts import DrafterParts
@@ -77,6 +74,8 @@ SMALLER_STEPS = 4
 BATCH_SIZES = (1, 4, 16)
 LEAST_PROMPTS, MOST_PROMPTS, MOST_TOKENS, DECODED_TOGETHER = 4, 64, 128, 8
 """Prompts that are decoded, tokens of their answers, and prompts of a batch."""
+PACED_SHARE = 0.5
+"""Seconds of an answer with a paced drafter over those of plain decoding, about."""
 MOST_SHARDS, READ_SHARDS = 4, 16
 """Shards that a part is written to, and shards that the texts are drawn from."""
 
@@ -292,15 +291,18 @@ def measure(
 ) -> Measured:
     """Decode the prompts with each drafter of each part, in the time that is left, and time some steps."""
     # 1. The methods, by name: drafters without training, and each drafter of each part in each setting.
-    options, temperatures = replace(config.eval, merge=[]), config.eval.temperatures
-    specs = [method_specs(options, list(part.drafters), part.drafters) for part in parts]
+    temperatures = config.eval.temperatures
+    specs = [method_specs(config.eval, list(part.drafters), part.drafters) for part in parts]
     is_trained = {spec.label: bool(spec.parts.folders) for spec in specs[-1].values()}
+    paced = {spec.label for spec in specs[-1].values() if spec.parts.is_merged(spec.setting or {})}
     # 2. Text and tokens per step: all drafters answer a few prompts, and some more while there is time.
     target.choose_linears()
     tokens, decoding_ends = min(config.eval.max_new_tokens, MOST_TOKENS), time.monotonic() + (1 - STEPS_SHARE) * seconds
     decoding: dict[str, Any] = {"max_new_tokens": tokens, "batch_size": DECODED_TOGETHER}
+    alone = {**decoding, "batch_size": 1}
     rules = {temperature: acceptance_rule("exact", temperature, target) for temperature in temperatures}
     certainty: dict[float, list[Certainty]] = {temperature: [] for temperature in temperatures}
+    plain: dict[float, list[Steps]] = {temperature: [] for temperature in temperatures}
     steps: dict[MethodKey, list[list[Steps]]] = {
         (label, temperature): [[] for _ in (parts if trained else parts[:1])]
         for label, trained in is_trained.items()
@@ -311,29 +313,82 @@ def measure(
         began, batch = time.monotonic(), prompts[answered : answered + DECODED_TOGETHER]
         for temperature, rule in rules.items():
             certainty[temperature] += plain_answers(target, rule, batch, **decoding)
+        if not answered and is_too_long(steps, paced, is_trained, time.monotonic() - began, decoding_ends):
+            specs = [{name: spec for name, spec in part.items() if spec.label not in paced} for part in specs]
+            steps, paced = {key: counts for key, counts in steps.items() if key[0] not in paced}, set()
+        for temperature, rule in rules.items() if paced else ():
+            plain[temperature] += decode(target, NullDrafter(), rule, batch, **alone)
         name = f"prompts {answered + 1} to {answered + len(batch)}, all drafters"
         with tqdm(total=len(batch) * sum(map(len, steps.values())), desc=name, unit="answer") as progress:
             for number, part in enumerate(specs):
                 for spec in part.values():
                     if number and not is_trained[spec.label]:
                         continue
-                    drafter = load_drafter(spec.parts, target, **(spec.setting or {}))
+                    drafter, how = load_drafter(spec.parts, target, **(spec.setting or {})), decoding
+                    if spec.label in paced:  # its drafts depend on the number of rows, and on the seconds that it has seen
+                        target.choose_linears(*trained_parts(drafter))
+                        decode(target, drafter, rules[temperatures[0]], batch[:1], **alone)
+                        how = alone
                     for temperature, rule in rules.items():
-                        counts = decode(target, drafter, rule, batch, **decoding, done=progress.update)
+                        counts = decode(target, drafter, rule, batch, **how, done=progress.update)
                         steps[spec.label, temperature][number] += counts
         answered, round_seconds = answered + len(batch), time.monotonic() - began
     # 3. Seconds of a step.
-    drafters = {spec.label: load_drafter(spec.parts, target, **(spec.setting or {})) for spec in specs[-1].values()}
+    even = [spec for spec in specs[-1].values() if spec.label not in paced]
+    sizes = sorted({*BATCH_SIZES, *config.eval.batch_sizes})
+    options = {"max_new_tokens": tokens, "uneven": [spec.label for spec in even if not is_trained[spec.label]]}
+    timed = time_steps(even, target, rules[temperatures[0]], prompts, sizes, seconds=STEPS_SHARE * seconds, **options)
+    target.release_cache()
+    return Measured(
+        prompts=prompts[:answered],
+        num_labels=[part.num_labels for part in parts],
+        steps=steps,
+        certainty=certainty,
+        seconds=timed,
+        plain=plain if paced else {},
+        max_new_tokens=config.eval.max_new_tokens,
+        num_decoded=tokens,
+    )
+
+
+def is_too_long(
+    steps: Mapping[MethodKey, Sequence[Any]],
+    paced: Collection[str],
+    is_trained: Mapping[str, bool],
+    seconds: float,
+    ends: float,
+) -> bool:
+    """Return whether paced drafters can't answer one prompt after another in the time that is left, and log it.
+
+    `seconds` is what plain decoding took for all prompts of a round together. They stay if nothing else is trained.
+    """
+    count = 1 + PACED_SHARE * sum(len(counts) for (label, _), counts in steps.items() if label in paced)
+    others = [label for label, trained in is_trained.items() if trained and label not in paced]
+    if not paced or not others or seconds * DECODED_TOGETHER * count < ends - time.monotonic():
+        return False
+    names = ", ".join(sorted(paced))
+    log.warning("%s: not forecast, since answers of one prompt after another take too long; raise --minutes", names)
+    return True
+
+
+def time_steps(
+    specs: Sequence[MethodSpec],
+    target: HFTarget,
+    rule: AcceptanceRule,
+    prompts: Sequence[ForecastPrompt],
+    sizes: Sequence[int],
+    *,
+    seconds: float,
+    **options: Any,
+) -> dict[int, dict[str, StepSeconds]]:
+    """Time steps of plain decoding and of each method, by batch size, as far as time and memory are enough."""
+    drafters = {spec.label: load_drafter(spec.parts, target, **(spec.setting or {})) for spec in specs}
     target.choose_linears(*(part for drafter in drafters.values() for part in trained_parts(drafter)))
     proposers = {PLAIN_DECODING: NullDrafter(), **{label: proposer(drafter, target) for label, drafter in drafters.items()}}
-    sizes = sorted({*BATCH_SIZES, *config.eval.batch_sizes})
-    timed = dict[int, dict[str, StepSeconds]]()
-    ends = time.monotonic() + STEPS_SHARE * seconds
+    timed, ends = dict[int, dict[str, StepSeconds]](), time.monotonic() + seconds
     for size, larger in zip(sizes, [*sizes[1:], None], strict=True):
         began = time.monotonic()
-        free = [label for label, trained in is_trained.items() if not trained]
-        options_of_steps: dict[str, Any] = {"batch_size": size, "max_new_tokens": tokens, "uneven": free}
-        step = partial(step_seconds, target, proposers, rules[temperatures[0]], prompts, **options_of_steps)
+        step = partial(step_seconds, target, proposers, rule, prompts, batch_size=size, **options)
         if (seconds_of_size := within_memory(step, target)) is None:
             if not timed:
                 raise ValueError(f"batches of {size} run out of memory; load the target in a narrower type (target.dtype)")
@@ -344,13 +399,4 @@ def measure(
         if larger is not None and now + (now - began) * larger / size > ends:
             log.warning("steps of batches above %d would take longer than the time that is left; raise --minutes", size)
             break
-    target.release_cache()
-    return Measured(
-        prompts=prompts[:answered],
-        num_labels=[part.num_labels for part in parts],
-        steps=steps,
-        certainty=certainty,
-        seconds=timed,
-        max_new_tokens=config.eval.max_new_tokens,
-        num_decoded=tokens,
-    )
+    return timed

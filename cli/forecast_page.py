@@ -55,7 +55,8 @@ def print_forecast(
         columns = [f"batch {size}" for size in batches]
         table = table_of(f"Speedup with the recipe's data, and tokens per step that break even ({at})", "drafter", *columns)
         for one in here:
-            cells = [f"{cell(one.speedup[size])}\n{one.break_even[size]:.2f}" for size in batches]
+            speedups = {size: f"{cell(speedup)}\n{one.break_even[size]:.2f}" for size, speedup in one.speedup.items()}
+            cells = [speedups.get(size, "-") for size in batches]
             table.add_row(escape(one.label if one.is_trained else f"{one.label} (measured)"), *cells)
         console.print(table)
     # 4. Steps, hours, and the verdict.

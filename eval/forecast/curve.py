@@ -18,14 +18,14 @@ KEPT, KEPT_SPREAD = 0.88, 0.1
 """Share of a doubling's gain that the next doubling gains: mean and standard deviation."""
 
 
-def resampled(by_part: Sequence[Sequence[Steps]], *, seed: int) -> Float[np.ndarray, "part draw"]:
-    """Return tokens per step of each part over resampled prompts, the same ones in all parts."""
-    counts = np.array([[(one.tokens, one.steps) for one in part] for part in by_part], dtype=float)  # [part, prompt, 2]
+def resampled(by_part: Sequence[Sequence[Steps]], *, seed: int, of: str = "tokens") -> Float[np.ndarray, "part draw"]:
+    """Return tokens (or seconds) per step of each part over resampled prompts, the same ones in all parts."""
+    counts = np.array([[(getattr(one, of), one.steps) for one in part] for part in by_part], dtype=float)  # [part, prompt, 2]
     num_prompts = counts.shape[1]
     picked = np.random.default_rng(seed).integers(0, num_prompts, (NUM_DRAWS, num_prompts))
     sums = counts[:, picked].sum(2)  # [part, draw, 2]
-    tokens_per_step: Float[np.ndarray, "part draw"] = sums[..., 0] / np.maximum(sums[..., 1], 1)
-    return tokens_per_step
+    per_step: Float[np.ndarray, "part draw"] = sums[..., 0] / np.maximum(sums[..., 1], 1)
+    return per_step
 
 
 def continued(

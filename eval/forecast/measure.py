@@ -41,6 +41,8 @@ class Steps:
 
     tokens: int
     steps: int
+    seconds: float = 0.0
+    """Seconds of the steps of the batch that it was in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,18 +80,27 @@ def decode(
     batch_size: int,
     done: Callable[[int], object] = lambda count: None,
 ) -> list[Steps]:
-    """Answer the prompts in batches. Returns the tokens and steps of each; `done` is told of each batch."""
+    """Answer the prompts in batches. Returns the tokens, steps and seconds of each; `done` is told of each batch."""
     answered = []
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
-        tokens, steps = [0] * len(batch), [0] * len(batch)
+        tokens, steps, began = [0] * len(batch), [0] * len(batch), 0.0
         for step in _generate(target, drafter, rule, batch, range(start, start + len(batch)), max_new_tokens):
-            for row, new in zip(step.rows, step.tokens, strict=True) if not step.is_prefill else ():
+            if step.is_prefill:
+                began = _now(target)
+                continue
+            for row, new in zip(step.rows, step.tokens, strict=True):
                 tokens[row] += len(new)
                 steps[row] += 1
-        answered += [Steps(tokens=new, steps=count) for new, count in zip(tokens, steps, strict=True)]
+        seconds = _now(target) - began
+        answered += [Steps(tokens=new, steps=count, seconds=seconds) for new, count in zip(tokens, steps, strict=True)]
         done(len(batch))
     return answered
+
+
+def _now(target: HFTarget) -> float:
+    synchronize(target.device)
+    return time.perf_counter()
 
 
 def _generate(
@@ -186,8 +197,7 @@ def _time_turn(
     wall, drafted = list[float](), list[float]()
     last = time.perf_counter()
     for step in islice(stream, 1 + WARM_UP_STEPS + (UNEVEN_STEPS if is_uneven else TIMED_STEPS)):
-        synchronize(target.device)
-        now = time.perf_counter()
+        now = _now(target)
         if len(step.rows) < len(batch):
             break
         wall.append(now - last)

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -51,7 +51,9 @@ class Measured:
     certainty: Mapping[float, Sequence[Certainty]]
     """By temperature and prompt."""
     seconds: Mapping[int, Mapping[str, StepSeconds]]
-    """By batch size and label, plain decoding included."""
+    """By batch size and label, plain decoding included, and without the paced drafters."""
+    plain: Mapping[float, Sequence[Steps]] = field(default_factory=dict)
+    """Plain decoding of one prompt after another, by temperature, if paced drafters were measured so."""
     max_new_tokens: int
     """Limit of the evaluation's answers."""
     num_decoded: int
@@ -75,7 +77,7 @@ class MethodForecast:
     tokens_per_step: dict[float, Interval]
     """By multiple of the recipe's data; of a drafter without training at 1."""
     speedup: dict[int, Interval]
-    """By batch size, with the recipe's data."""
+    """By batch size, with the recipe's data; of a paced drafter at 1 only, since it drafts otherwise for larger ones."""
     break_even: dict[int, float]
     """Tokens per step by batch size at which a step is worth its time."""
 
@@ -112,13 +114,20 @@ def foresee(measured: Measured, total_labels: float, multiples: Sequence[float],
         # 2. Speedups: prefill and steps of an answer, against those of plain decoding.
         speedup, break_even = {}, {}
         for size, seconds in measured.seconds.items():
-            plain, drafted = seconds[PLAIN_DECODING], seconds[label]
-            ratios = np.array(drafted.steps) / np.array(plain.steps)
-            picked = np.random.default_rng(seed).choice(ratios, len(at_recipe))
+            plain, drafted = seconds[PLAIN_DECODING], seconds.get(label)
+            if drafted is not None:
+                turns = np.array(drafted.steps) / np.array(plain.steps)
+                ratios = np.random.default_rng(seed).choice(turns, len(at_recipe))
+            elif size == 1:
+                alone = resampled([measured.plain[temperature], by_part[-1]], seed=seed, of="seconds")
+                ratios = turns = alone[1] / alone[0]
+            else:
+                continue
             rest = measured.mean_tokens - 1
             step = float(np.median(plain.steps))
-            before, after = plain.prefill + rest * step, drafted.prefill + rest * step * picked / at_recipe
-            speedup[size], break_even[size] = Interval.of(before / after), float(np.median(ratios))
+            before = plain.prefill + rest * step
+            after = (drafted or plain).prefill + rest * step * ratios / at_recipe
+            speedup[size], break_even[size] = Interval.of(before / after), float(np.median(turns))
         forecasts.append(
             MethodForecast(
                 label=label,
@@ -173,12 +182,13 @@ def verdict(forecasts: Sequence[MethodForecast], temperature: float) -> str:
     """Return the sentence that a person acts on: train it, train it for some batch sizes, or don't."""
     here = [one for one in forecasts if one.temperature == temperature]
     trained, free = ([one for one in here if one.is_trained is kind] for kind in (True, False))
-    sizes = sorted(here[0].speedup)
+    sizes = sorted({size for one in trained for size in one.speedup})
     # 1. Where training is worth it: surely faster than plain decoding.
-    surest = {size: max(trained, key=lambda one: one.speedup[size].low) for size in sizes}
+    at = {size: [one for one in trained if size in one.speedup] for size in sizes}
+    surest = {size: max(at[size], key=lambda one: one.speedup[size].low) for size in sizes}
     worth = [size for size in sizes if surest[size].speedup[size].low > 1]
     first = worth[0] if worth else sizes[0]
-    choice = surest[first] if worth else max(trained, key=lambda one: one.speedup[first].value)
+    choice = surest[first] if worth else max(at[first], key=lambda one: one.speedup[first].value)
     speed = choice.speedup[first]
     told = f"{choice.label} will be about {speed} times as fast as plain decoding at batch size {first}"
     if not worth and speed.high > 1:
@@ -192,7 +202,7 @@ def verdict(forecasts: Sequence[MethodForecast], temperature: float) -> str:
     else:
         text = f"Train it for batch size {', '.join(map(str, worth))} only: {told}"
     # 2. Whether something without training does as well.
-    if free:
+    if free := [one for one in free if first in one.speedup]:
         other = max(free, key=lambda one: one.speedup[first].value)
         if other.speedup[first].value >= speed.value:
             text += f". {other.label}, which needs no training, has {other.speedup[first]} there already"

@@ -37,14 +37,14 @@ def ask(
     concurrency: int,
     max_new_tokens: int,
     told: Callable[[], object],
-    temperature: float = 0.0,
+    temperatures: Sequence[float] = (),
 ) -> tuple[list[Reply], float]:
     """Ask a server, `concurrency` questions at a time; return its replies in order, and the seconds of all.
 
-    Calls `told` after each reply. Sampled answers have the index of their question as seed.
+    Calls `told` after each reply. Without `temperatures` all answers are greedy; sampled ones have the index of their
+    question as seed.
     """
     started = time.perf_counter()
-    options: dict[str, Any] = {"max_tokens": max_new_tokens, "temperature": temperature}
     waiting, done = SimpleQueue[tuple[int, Question]](), SimpleQueue[tuple[int, Reply | BaseException]]()
     for place in enumerate(questions):
         waiting.put(place)
@@ -54,7 +54,9 @@ def ask(
             while True:
                 seed, question = waiting.get_nowait()
                 try:
-                    done.put((seed, server.complete(question.ids, seed=seed, **options)))
+                    temperature = temperatures[seed] if temperatures else 0.0
+                    reply = server.complete(question.ids, max_tokens=max_new_tokens, temperature=temperature, seed=seed)
+                    done.put((seed, reply))
                 except BaseException as error:  # noqa: BLE001 - it is raised below
                     done.put((seed, error))
                     return

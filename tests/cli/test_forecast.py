@@ -48,7 +48,7 @@ def test_a_recipe_is_forecast_from_a_part_of_it(overrides, tmp_path, capsys):
     left = tmp_path / "run" / FOLDER / "labels" / "distill" / "shard-00000.json"  # of a killed forecast
     left.parent.mkdir(parents=True)
     left.write_text("{}")
-    forecast_command([*overrides, "--minutes", "3"])
+    forecast_command([*overrides, "eval.merge=[suffix]", "--minutes", "3"])
     # 1. The page.
     printed = capsys.readouterr().out
     assert max(map(len, printed[printed.index("How certain") :].splitlines()[:-3])) <= 80
@@ -70,18 +70,26 @@ def test_a_recipe_is_forecast_from_a_part_of_it(overrides, tmp_path, capsys):
     assert record["num_labels"] == sorted(record["num_labels"])
     assert record["num_labels"][0] < record["num_labels"][-1] <= record["total_labels"] * 1.3
     trained = [one for one in record["forecasts"] if len(one["measured"]) == 3]
-    assert {(one["temperature"], *one["speedup"]) for one in trained} == {(0.0, "1", "2"), (1.0, "1", "2")}
+    merged, alone = ([one for one in trained if ("Suffix" in one["label"]) is is_merged] for is_merged in (True, False))
+    assert {(one["temperature"], *one["speedup"]) for one in alone} == {(0.0, "1", "2"), (1.0, "1", "2")}
+    assert {(one["temperature"], *one["speedup"]) for one in merged} == {
+        (0.0, "1"),
+        (1.0, "1"),
+    }  # its drafts depend on the batch
     assert {one["label"] for one in record["forecasts"] if len(one["measured"]) == 1} == {"Suffix, 24 nodes"}
 
 
-def test_labels_of_the_recipe_are_used_and_stay(overrides, tmp_path, capsys):
+def test_labels_of_the_recipe_are_used_and_stay(overrides, tmp_path, monkeypatch, capsys, caplog):
     from outrider.cli.compose import run_command
 
     run_command([*overrides, "stages=[distill]"])
     before = label_store(tmp_path / "run" / "distill").load()
-    forecast_command(overrides)
+    monkeypatch.setattr(forecast, "PACED_SHARE", 1e9)
+    forecast_command([*overrides, "eval.merge=[suffix]"])
     printed = capsys.readouterr().out
     assert "distill: finished" in printed
+    assert "ReDrafter + Suffix" not in printed
+    assert "not forecast, since answers of one prompt after another take too long" in caplog.text
     assert label_store(tmp_path / "run" / "distill").load() == before
     record = json.loads((tmp_path / "run" / FOLDER / FILE).read_text())
     assert record["num_labels"][-1] <= before.num_labels

@@ -83,7 +83,10 @@ class Served(ThreadingHTTPServer):
         self.wrong_one_in: int | None = None
         """Every so many tokens, one is replaced by an arbitrary one, from which the text goes on."""
         self.num_written = 0
+        self.has_sampled = False
         self.ignores_temperature = self.ignores_limit = self.stalls = self.gives_text = False
+        self.mixes_temperatures = False
+        """After the first sampled answer all are sampled."""
         self.num_prompt_tokens: int | None = None
         self.trickle: float | None = None
         """Seconds between parts of a reply that never ends; 0 sends as much as it can."""
@@ -126,6 +129,9 @@ class Served(ThreadingHTTPServer):
         limit = min(limit, self.num_written_at_most or limit)
         num_top = body.get("n_probs" if self.is_llama_cpp else "logprobs") or 0
         temperature = 0.0 if self.ignores_temperature else body["temperature"]
+        self.has_sampled = self.has_sampled or temperature > 0
+        if self.mixes_temperatures and self.has_sampled:
+            temperature = 1.0
         tokens, prompt, num_prompt = list[int](), body["prompt"], self.num_prompt_tokens or len(body["prompt"])
         while len(tokens) < limit and not (tokens and tokens[-1] in self.target.stop_ids):
             room = limit - len(tokens)

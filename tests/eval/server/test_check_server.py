@@ -87,7 +87,7 @@ def test_a_sound_server_passes_against_the_target_here(check: Any, target: HFTar
         result, found = check(server.url + "/v1", *options)
     assert result.exit_code == 0, result.output
     assert "\nPASS: the server's text is the reference's" in result.output
-    assert [line["passed"] for line in found["lines"]] == [True] * 4
+    assert [line["passed"] for line in found["lines"]] == [True] * 5
     assert found["drafts"]["server"] == found["drafts"]["here"], "by depth and category"
     assert len(found["drafts"]["here"]["all"]["by_depth"]) == 4
     assert found["speeds"][0]["tokens_per_second"] > 0
@@ -136,7 +136,16 @@ def test_a_server_that_ignores_temperature_is_found(check: Any, running: Served)
     result, found = check(running.url, "--samples", "64")
     assert result.exit_code == 1
     assert found["verdict"].startswith("FAIL: sampled answers")
-    assert [line["passed"] for line in found["lines"]] == [True, True, False]
+    assert [line["passed"] for line in found["lines"]] == [True, True, False, True]
+
+
+@pytest.mark.slow
+def test_a_server_that_samples_greedy_answers_beside_sampled_ones_is_found(check: Any, running: Served) -> None:
+    running.mixes_temperatures = True
+    result, found = check(running.url, "--samples", "64")
+    assert result.exit_code == 1
+    assert [line["passed"] for line in found["lines"]] == [True, True, True, False]
+    assert found["lines"][-1]["subject"].startswith("greedy answers beside sampled ones")
 
 
 @pytest.mark.slow
