@@ -206,7 +206,7 @@ def _checked(
             replies, _ = ask(server, asked, temperatures=temperatures, told=bar.update, **options_of_samples)
             greedy, drawn = ([one for one, at in zip(replies, temperatures, strict=True) if at == kind] for kind in (0.0, 1.0))
             found.lines.append(checks.check_samples(reader, sampled, drawn, bar.update))
-            where = " beside sampled ones"
+            where = checks.BESIDE_SAMPLES
             found.lines.append(checks.check_tokens(reader, beside, greedy, where, options.tolerance, bar.update))
         return found
 

@@ -26,6 +26,8 @@ from .readings import Reader
 
 NUM_SAMPLED_PROMPTS, SAMPLED_TOKENS, SAMPLED_AT_ONCE = 4, 4, 16
 """Extent of the test of samples: prompts at most, tokens of a text, and requests at a time."""
+BESIDE_SAMPLES = " beside sampled ones"
+"""Where greedy answers stand whose batch has sampled ones, too."""
 ISOLATED_NATS, ISOLATED_SHARE, OTHER_MODEL_SHARE = 3.0, 0.02, 0.2
 """Bounds that name the cause of wrong tokens: nats below the best token, and two shares of all tokens."""
 LEAST_ACCEPTED = 0.9
@@ -88,7 +90,9 @@ def check_tokens(
     ties = [deficit for deficit in deficits if 0 < deficit <= tolerance]
     result = f"{len(wrong)} wrong tokens, {len(ties)} near ties (at most {max(ties, default=0):.2g} nats)"
     if wrong:
-        result += f"; the worst is {max(wrong):.2g} nats below the best. {_cause(wrong, len(deficits))}"
+        is_beside = where == BESIDE_SAMPLES
+        cause = "If they are right alone, it mixes temperatures up" if is_beside else _cause(wrong, len(deficits))
+        result += f"; the worst is {max(wrong):.2g} nats below the best. {cause}"
     return CertificateLine(
         subject=f"greedy answers{where}, {len(deficits)} tokens",
         method=f"each the reference's most probable, or within {tolerance:g} nats of it",
