@@ -119,7 +119,8 @@ def forecast(config: RunConfig, minutes: float) -> None:
         # 3. What they and plain decoding do with the evaluation's prompts.
         measured = measure(config, trained, target, prompts, seconds=ends - time.monotonic())
         # 4. Their curves, continued.
-        total_labels = sample.of_texts * sample.labels_per_text
+        num_labels = label_store(labels).load().num_labels
+        total_labels = num_labels if sample.is_labelled else num_labels / sample.share
         forecasts = foresee(measured, total_labels, MULTIPLES, seed=config.seed)
         print_forecast(config.eval, measured, forecasts, total_labels, sum(planner.seconds.values()), Console())
         write_json(folder / FILE, record_of(measured, forecasts, total_labels, planner))
@@ -141,7 +142,6 @@ class Sample:
 
     num_texts: int
     of_texts: int
-    labels_per_text: float
     is_labelled: bool
     """Whether the recipe's own labels are there."""
 
@@ -178,15 +178,13 @@ def plan_sample(config: RunConfig, planner: Planner, *, seconds: float, minutes:
             f"fewer than {needed} can't be trusted. Set --minutes {longer}"
         )
     if label_seconds:
-        of_texts, labels_per_text = texts.num_texts, texts.positions_per_text
+        of_texts = texts.num_texts
     else:
         manifest = label_store(Path(config.output_dir) / "distill").load()
         of_texts = sum(len(entry.ids) for entry in manifest.shards)
-        labels_per_text = manifest.num_labels / of_texts
     return Sample(
         num_texts=min(num_texts, of_texts),
         of_texts=of_texts,
-        labels_per_text=labels_per_text,
         is_labelled=not label_seconds,
     )
 

@@ -14,7 +14,7 @@ from outrider.data.config import DataConfig, DataSource
 from outrider.data.shards import label_store
 from outrider.eval.forecast import measure
 
-SAMPLE = Sample(num_texts=10, of_texts=40, labels_per_text=100.0, is_labelled=False)
+SAMPLE = Sample(num_texts=10, of_texts=40, is_labelled=False)
 
 
 @pytest.fixture

@@ -314,7 +314,7 @@ def test_a_row_taken_from_the_cache_equals_the_caches_contents(model):
     cache = model._cache
     for row, prompt in enumerate(PROMPTS):
         length = len(prompt) + 3 * [3, 1, 2][row]
-        taken = model.take(row)
+        taken = model.take(row).columns
         held = [buffer[:, row, :, :length].cpu().clone() for buffer in cache._buffers]
         assert all(tensor.device.type == "cpu" for tensor in taken)
         assert len(taken) == len(held) > 0
