@@ -147,6 +147,13 @@ def test_a_budget_changes_no_token(name, tmp_path, monkeypatch):
         )
         assert actual == expected
         assert actual[1] > 0
+    text = torch.tensor([PROMPTS[0] + plain[0]])
+    everywhere = torch.ones_like(text, dtype=torch.bool)
+    expected, actual = (
+        label_continuations(one, text, everywhere, everywhere, horizon=HORIZON, branches=False) for one in (memory, streamed)
+    )
+    assert torch.equal(actual[0], expected[0])
+    assert torch.equal(actual[1].hidden_states, expected[1].hidden_states)
 
 
 def test_stages_are_refused(target, tmp_path):
