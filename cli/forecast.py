@@ -120,7 +120,7 @@ def forecast(config: RunConfig, minutes: float) -> None:
         measured = measure(config, trained, target, prompts, seconds=ends - time.monotonic())
         # 4. Their curves, continued.
         num_labels = label_store(labels).load().num_labels
-        total_labels = num_labels if sample.is_labelled else num_labels / sample.share
+        total_labels = num_labels / (1.0 if sample.is_labelled else sample.share)
         forecasts = foresee(measured, total_labels, MULTIPLES, seed=config.seed)
         print_forecast(config.eval, measured, forecasts, total_labels, sum(planner.seconds.values()), Console())
         write_json(folder / FILE, record_of(measured, forecasts, total_labels, planner))

@@ -201,9 +201,9 @@ def verdict(forecasts: Sequence[MethodForecast], temperature: float) -> str:
         text = f"Train it for batch sizes up to {worth[-1]}: {told}"
     else:
         text = f"Train it for batch size {', '.join(map(str, worth))} only: {told}"
-    # 2. Whether something without training does as well.
+    # 2. What the best drafter without training does.
     if free := [one for one in free if first in one.speedup]:
         other = max(free, key=lambda one: one.speedup[first].value)
-        if other.speedup[first].value >= speed.value:
-            text += f". {other.label}, which needs no training, has {other.speedup[first]} there already"
+        already = " already" if other.speedup[first].value >= speed.value else ""
+        text += f". {other.label}, which needs no training, has {other.speedup[first]} there{already}"
     return f"{text}."

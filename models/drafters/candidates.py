@@ -27,8 +27,8 @@ class Candidates(Nodes):
     scores: Sequence[float]
     """The drafter's estimate that a candidate is accepted if its parent is, between 0 and 1."""
     bins: Sequence[int]
-    """The drafter's evidence for each candidate, as a number below its `num_bins`. Candidates of
-    one bin are about as likely to be accepted: calibration counts by bin."""
+    """The drafter's evidence for each candidate, as a number. Candidates of one bin are about as likely
+    to be accepted: calibration counts by bin."""
 
 
 NO_CANDIDATES = Candidates(tokens=(), parents=(), scores=(), bins=())

@@ -44,7 +44,6 @@ class PromptLookup(TrainingFreeDrafter):
 
     Config = PromptLookupConfig
     config: PromptLookupConfig
-    num_bins = len(PRIOR) * len(PRIOR[0])
 
     def new_store(self) -> NgramIndex:
         return NgramIndex(self.config.max_ngram)

@@ -109,7 +109,6 @@ class Recycling(TrainingFreeDrafter):
 
     Config = RecyclingConfig
     config: RecyclingConfig
-    num_bins = len(PRIOR) * len(PRIOR[0])
 
     @classmethod
     def for_target(cls, config: RecyclingConfig, target: HFTarget) -> "Recycling":

@@ -89,7 +89,6 @@ class Suffix(TrainingFreeDrafter):
 
     Config = SuffixConfig
     config: SuffixConfig
-    num_bins = len(PRIOR) * len(PRIOR[0])
 
     def new_store(self) -> NgramIndex:
         return NgramIndex(INDEXED_NGRAM)

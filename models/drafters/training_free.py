@@ -108,8 +108,6 @@ class TrainingFreeDrafter(Drafter[FreeState, TextState], ABC):
     Config: ClassVar[type[Any]]
     """Dataclass of this kind's options, all of which are chosen when it is loaded."""
     config: Any
-    num_bins: int
-    """Number of kinds of evidence that candidates have (`Candidates.bins`)."""
 
     def __init__(self, config: Any) -> None:
         self.config = config

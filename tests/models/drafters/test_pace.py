@@ -71,8 +71,6 @@ class World:
 class Simulated(TrainingFreeDrafter):
     """Source that reads the world's candidates, at a cost. Its state is the position."""
 
-    num_bins = 10
-
     def __init__(self, world: World, clock: Clock, seconds: float) -> None:
         self.world, self.clock, self.seconds, self.config = world, clock, seconds, None
         self.num_asked = 0

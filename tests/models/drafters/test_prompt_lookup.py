@@ -9,7 +9,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import make_training_free
-from outrider.models.drafters.prompt_lookup import PromptLookup, PromptLookupConfig
+from outrider.models.drafters.prompt_lookup import PRIOR, PromptLookup, PromptLookupConfig
 
 
 def drafted(drafter: PromptLookup, text: list[int]) -> list[int]:
@@ -21,7 +21,7 @@ def drafted(drafter: PromptLookup, text: list[int]) -> list[int]:
     assert list(found.parents) == list(range(-1, len(found.tokens) - 1))
     assert len(found.tokens) == len(found.scores) == len(found.bins) <= drafter.config.tree_nodes
     assert all(0 < score < 1 for score in found.scores)
-    assert all(0 <= number < drafter.num_bins for number in found.bins)
+    assert all(0 <= number < len(PRIOR) * len(PRIOR[0]) for number in found.bins)
     return list(found.tokens)
 
 

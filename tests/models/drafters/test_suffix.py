@@ -21,7 +21,7 @@ def drafted(drafter: Suffix, text: list[int]) -> Candidates:
     assert len(set(zip(found.parents, found.tokens, strict=True))) == len(found.tokens), "siblings differ"
     assert all(parent < node for node, parent in enumerate(found.parents))
     assert all(0 < score < 1 for score in found.scores)
-    assert all(0 <= number < drafter.num_bins for number in found.bins)
+    assert all(0 <= number < len(suffix_module.PRIOR) * len(suffix_module.PRIOR[0]) for number in found.bins)
     assert store.text == text[:-1]
     return found
 
