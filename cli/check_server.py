@@ -44,7 +44,7 @@ class CheckServerOptions(TargetOptions):
     concurrency: Distinct[SmallCount] = field(default_factory=lambda: [1, 4, 16])
     """Measure the speed with so many requests at a time."""
     samples: NonNegativeInt = 256
-    """Texts of four tokens sampled at temperature 1; 0 leaves this check out."""
+    """Texts of four tokens sampled at temperature 1, with greedy ones between them; 0 leaves both checks out."""
     tolerance: NonNegativeFloat = 0.25
     """Nats by which a greedy token may be below the reference's best: a near tie of bfloat16. Where
     both sides compute in float32, 0.01 is enough."""
@@ -148,10 +148,11 @@ def _checked(
 
     # 1. Count the work, for one bar over the whole.
     found, server = checks.ServerCheck(), sides[0]
-    shortest = sorted(questions, key=lambda question: len(question.ids))[: checks.NUM_SAMPLED_PROMPTS]
+    by_length = sorted(questions, key=lambda question: len(question.ids))
+    shortest = by_length[: checks.NUM_SAMPLED_PROMPTS]
     # Greedy answers stand between samples: an engine may confuse the temperatures of requests that it answers together.
     sampled = [shortest[index % len(shortest)] for index in range(options.samples)]
-    beside = questions[: checks.SAMPLED_AT_ONCE] if sampled else []
+    beside = [by_length[index % len(by_length)] for index in range(checks.SAMPLED_AT_ONCE)] if sampled else []
     step = -(-len(sampled) // max(1, len(beside)))
     mixed = [
         part for start, one in enumerate(beside) for part in ((one, 0.0), *((s, 1.0) for s in sampled[start * step :][:step]))

@@ -34,6 +34,7 @@ from ..eval.forecast.measure import (
     StepSeconds,
     decode,
     draw_prompts,
+    in_turns,
     plain_answers,
     step_seconds,
 )
@@ -297,10 +298,9 @@ def measure(
     target.choose_linears()
     tokens, decoding_ends = min(config.eval.max_new_tokens, MOST_TOKENS), time.monotonic() + (1 - STEPS_SHARE) * seconds
     decoding: dict[str, Any] = {"max_new_tokens": tokens, "batch_size": DECODED_TOGETHER}
-    alone = {**decoding, "batch_size": 1}
     rules = {temperature: acceptance_rule("exact", temperature, target) for temperature in temperatures}
     certainty: dict[float, list[Certainty]] = {temperature: [] for temperature in temperatures}
-    plain: dict[float, list[Steps]] = {temperature: [] for temperature in temperatures}
+    plain: dict[MethodKey, list[Steps]] = {(label, temperature): [] for label in paced for temperature in temperatures}
     steps: dict[MethodKey, list[list[Steps]]] = {
         (label, temperature): [[] for _ in (parts if trained else parts[:1])]
         for label, trained in is_trained.items()
@@ -311,25 +311,28 @@ def measure(
         began, batch = time.monotonic(), prompts[answered : answered + DECODED_TOGETHER]
         for temperature, rule in rules.items():
             certainty[temperature] += plain_answers(target, rule, batch, **decoding)
-        if not answered and is_too_long(steps, paced, is_trained, time.monotonic() - began, decoding_ends):
+        plain_seconds = (time.monotonic() - began) * len(batch)  # of one prompt after another
+        if not answered and is_too_long(steps, paced, is_trained, plain_seconds, decoding_ends):
             specs = [{name: spec for name, spec in part.items() if spec.label not in paced} for part in specs]
             steps, paced = {key: counts for key, counts in steps.items() if key[0] not in paced}, set()
-        for temperature, rule in rules.items() if paced else ():
-            plain[temperature] += decode(target, NullDrafter(), rule, batch, **alone)
         name = f"prompts {answered + 1} to {answered + len(batch)}, all drafters"
+        asked = [(n, spec) for n, part in enumerate(specs) for spec in part.values() if n == 0 or is_trained[spec.label]]
         with tqdm(total=len(batch) * sum(map(len, steps.values())), desc=name, unit="answer") as progress:
-            for number, part in enumerate(specs):
-                for spec in part.values():
-                    if number and not is_trained[spec.label]:
-                        continue
-                    drafter, how = load_drafter(spec.parts, target, **(spec.setting or {})), decoding
-                    if spec.label in paced:  # its drafts depend on the number of rows, and on the seconds that it has seen
-                        target.choose_linears(*trained_parts(drafter))
-                        decode(target, drafter, rules[temperatures[0]], batch[:1], **alone)
-                        how = alone
-                    for temperature, rule in rules.items():
-                        counts = decode(target, drafter, rule, batch, **how, done=progress.update)
-                        steps[spec.label, temperature][number] += counts
+            for number, spec in asked:
+                drafter = load_drafter(spec.parts, target, **(spec.setting or {}))
+                if spec.label in paced:
+                    target.choose_linears(*trained_parts(drafter))
+                    drafter = proposer(drafter, target)
+                    in_turns(target, drafter, rules[temperatures[0]], batch[:1], max_new_tokens=tokens)  # it learns seconds
+                is_timed = number == len(specs) - 1 or not is_trained[spec.label]
+                for temperature, rule in rules.items():
+                    key, how = (spec.label, temperature), {**decoding, "done": progress.update}
+                    if spec.label in paced:
+                        without, counts = in_turns(target, drafter, rule, batch, is_timed=is_timed, **how)
+                        plain[key] += without
+                    else:
+                        counts = decode(target, drafter, rule, batch, **how)
+                    steps[key][number] += counts
         answered, round_seconds = answered + len(batch), time.monotonic() - began
     # 3. Seconds of a step.
     even = [spec for spec in specs[-1].values() if spec.label not in paced]
@@ -343,7 +346,7 @@ def measure(
         steps=steps,
         certainty=certainty,
         seconds=timed,
-        plain=plain if paced else {},
+        plain=plain,
         max_new_tokens=config.eval.max_new_tokens,
         num_decoded=tokens,
     )
@@ -358,11 +361,12 @@ def is_too_long(
 ) -> bool:
     """Return whether paced drafters can't answer one prompt after another in the time that is left, and log it.
 
-    `seconds` is what plain decoding took for all prompts of a round together. They stay if nothing else is trained.
+    `seconds` is what plain decoding takes for a round. They stay if nothing else is trained.
     """
-    count = 1 + PACED_SHARE * sum(len(counts) for (label, _), counts in steps.items() if label in paced)
+    num_parts = {label: len(counts) for (label, _), counts in steps.items() if label in paced}
+    count = sum(1 + PACED_SHARE * number for number in num_parts.values())
     others = [label for label, trained in is_trained.items() if trained and label not in paced]
-    if not paced or not others or seconds * DECODED_TOGETHER * count < ends - time.monotonic():
+    if not paced or not others or seconds * count < ends - time.monotonic():
         return False
     names = ", ".join(sorted(paced))
     log.warning("%s: not forecast, since answers of one prompt after another take too long; raise --minutes", names)

@@ -102,8 +102,8 @@ class DistillConfig:
     5}."""
 
     kv_budget_gib: PositiveFloat = 4.0
-    """Memory for a batch's KV cache in the engine `batch`, in GiB; prefilling the prompts needs
-    some more."""
+    """Memory for a batch's KV cache and states of recurrent layers in the engine `batch`, in GiB;
+    prefilling the prompts needs some more."""
 
     base_url: str | None = None
     """Address of the server for the engines `openai` and `vllm`, with its version:

@@ -98,6 +98,27 @@ def decode(
     return answered
 
 
+def in_turns(
+    target: HFTarget,
+    drafter: Drafter[Any, Any],
+    rule: AcceptanceRule,
+    prompts: Sequence[ForecastPrompt],
+    *,
+    is_timed: bool = True,
+    **options: Any,
+) -> tuple[list[Steps], list[Steps]]:
+    """Answer one prompt after another, each by plain decoding first if `is_timed`. Returns plain answers, and the drafter's.
+
+    What a paced drafter drafts depends on the number of rows, and on the seconds that it has seen.
+    """
+    plain, drafted, done = list[Steps](), list[Steps](), options.pop("done", lambda count: None)
+    options |= {"batch_size": 1}
+    for prompt in prompts:
+        plain += decode(target, NullDrafter(), rule, [prompt], **options) if is_timed else []
+        drafted += decode(target, drafter, rule, [prompt], **options, done=done)
+    return plain, drafted
+
+
 def _now(target: HFTarget) -> float:
     synchronize(target.device)
     return time.perf_counter()

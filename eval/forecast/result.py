@@ -52,8 +52,8 @@ class Measured:
     """By temperature and prompt."""
     seconds: Mapping[int, Mapping[str, StepSeconds]]
     """By batch size and label, plain decoding included, and without the paced drafters."""
-    plain: Mapping[float, Sequence[Steps]] = field(default_factory=dict)
-    """Plain decoding of one prompt after another, by temperature, if paced drafters were measured so."""
+    plain: Mapping[MethodKey, Sequence[Steps]] = field(default_factory=dict)
+    """Plain decoding in turns with each paced drafter: of one prompt after another."""
     max_new_tokens: int
     """Limit of the evaluation's answers."""
     num_decoded: int
@@ -119,7 +119,7 @@ def foresee(measured: Measured, total_labels: float, multiples: Sequence[float],
                 turns = np.array(drafted.steps) / np.array(plain.steps)
                 ratios = np.random.default_rng(seed).choice(turns, len(at_recipe))
             elif size == 1:
-                alone = resampled([measured.plain[temperature], by_part[-1]], seed=seed, of="seconds")
+                alone = resampled([measured.plain[label, temperature], by_part[-1]], seed=seed, of="seconds")
                 ratios = turns = alone[1] / alone[0]
             else:
                 continue

@@ -148,7 +148,7 @@ class HFTarget(FrozenModel):
     def resume(self, prompts: Prompts | None, texts: Sequence[KeptText], *, capacity: int) -> TargetOutput | None:
         """Begin a batch: prefill `prompts`, then append a row for each of `texts`.
 
-        `take` has saved the keys and values of `texts` earlier. `capacity` is the room in tokens of
+        `take` has saved `texts` earlier. `capacity` is the room in tokens of
         each row. Returns the output of the prompts, or None. Raises ValueError for a target over
         several devices.
         """

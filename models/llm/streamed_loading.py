@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from .hidden_states import decoder_layers, layer_configs
 from .memory_plan import GIB, Unit, WeightPlace, plan_memory
 from .pretrained import attention_of, auto_class, loading_errors, read_config, record_tie, require_complete
 from .recurrent_states import find_mixers
-from .tree_attention import KINDS_WITHOUT_MASK
+from .tree_attention import keeps_keys
 from .weight_files import INDEX_FILE, PAGE, SINGLE_FILE, WINDOW_BYTES, StoredTensor, first_equal, read_folder, read_header
 from .weight_reader import Loading, WeightFiles, WeightReader, Weights, changed, staging_bytes
 from .weight_stream import StreamedUnit, WeightStream
@@ -296,11 +297,7 @@ def _planned(name: str, parameters: Sequence[nn.Parameter], sources: Mapping[int
 def _token_bytes(model: PreTrainedModel) -> int:
     """Return the bytes of one token's keys and values."""
     numbers = 0
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
-    for config, kind in zip(layer_configs(model), kinds, strict=True):
-        if kind in KINDS_WITHOUT_MASK:
-            continue
+    for config in compress(layer_configs(model), keeps_keys(model)):
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         latent = getattr(config, "kv_lora_rank", None)  # of latent attention, whose cache has no heads

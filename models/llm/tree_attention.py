@@ -55,6 +55,13 @@ def attention_kinds(model: PreTrainedModel) -> dict[str, int | None]:
     return {kind: reaches.get(kind) for kind in sorted(kinds)}
 
 
+def keeps_keys(model: PreTrainedModel) -> list[bool]:
+    """Return for each layer whether it has keys and values."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
+    return [kind not in KINDS_WITHOUT_MASK for kind in kinds]
+
+
 def has_only_attention(model: PreTrainedModel) -> bool:
     """Return whether all layers read keys and values of the text, and nothing else of it."""
     return set(getattr(model.config.get_text_config(), "layer_types", None) or ()) <= {FULL, SLIDING, CHUNKED}

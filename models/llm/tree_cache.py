@@ -102,7 +102,7 @@ class TreeCache(Cache):
     Passes with a mask see a multiple of `extent_step` columns. With `is_fixed`, every pass over the
     same number of tokens reads and writes the same memory with the same shapes, whatever the rows'
     lengths: compiled code and CUDA graphs need this. `num_present` is the number of layers that
-    write; others are in other processes. `layer_devices` are those of the keys and values.
+    write; others have no keys, or are in other processes. `layer_devices` are those of the keys and values.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +15,14 @@ from ..decoding.types import Counts
 from .frozen_model import context_length
 from .recurrent_states import Mixer, RecurrentStates, find_mixers
 from .split_attention import choose_num_parts
-from .tree_attention import KINDS_WITHOUT_MASK, attention_kinds, grouped_heads, masks_by_kind, require_tree_attention
+from .tree_attention import (
+    KINDS_WITHOUT_MASK,
+    attention_kinds,
+    grouped_heads,
+    keeps_keys,
+    masks_by_kind,
+    require_tree_attention,
+)
 from .tree_cache import TreeCache, extent_step
 
 Output = TypeVar("Output")
@@ -71,6 +79,7 @@ class TreeReader:
 
     def new_cache(self, batch: int, capacity: int, device: torch.device) -> TreeCache:
         """Return an empty cache, with room for `capacity` tokens in each row."""
+        with_keys = keeps_keys(self.model)
         return TreeCache(
             self.model.config.get_text_config().num_hidden_layers,
             batch,
@@ -78,8 +87,8 @@ class TreeReader:
             device,
             extent_step=extent_step(device, is_fixed=self.is_fixed),
             is_fixed=self.is_fixed,
-            num_present=self.num_present,
-            layer_devices=self.layer_devices,
+            num_present=sum(with_keys) if self.num_present is None else self.num_present,
+            layer_devices=[*compress(self.layer_devices, with_keys)],
             recurrent=RecurrentStates(self.mixers) if self.mixers else None,
         )
 

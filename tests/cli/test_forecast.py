@@ -1,6 +1,7 @@
 """The forecast of a recipe on a tiny target: a page of output, and nothing of the recipe's own folder."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,10 +89,10 @@ def test_labels_of_the_recipe_are_used_and_stay(overrides, tmp_path, monkeypatch
     forecast_command([*overrides, "eval.merge=[suffix]"])
     printed = capsys.readouterr().out
     assert "distill: finished" in printed
-    assert "ReDrafter + Suffix" not in printed
     assert "not forecast, since answers of one prompt after another take too long" in caplog.text
     assert label_store(tmp_path / "run" / "distill").load() == before
     record = json.loads((tmp_path / "run" / FOLDER / FILE).read_text())
+    assert not any(" + " in one["label"] for one in record["forecasts"])
     assert record["num_labels"][-1] <= before.num_labels
     assert set(record["seconds"]) == {"train"}
     assert record["total_labels"] == before.num_labels
@@ -123,6 +124,17 @@ def test_memory_that_runs_out_leaves_larger_batches_out(overrides, tmp_path, mon
     assert "batch 2" not in capsys.readouterr().out
     record = json.loads((tmp_path / "run" / FOLDER / FILE).read_text())
     assert [*record["step_seconds"]] == ["1"]
+
+
+@pytest.mark.parametrize("temperatures", [[0.0], [0.0, 1.0]])
+def test_paced_drafters_are_left_out_only_if_the_time_is_too_short(temperatures):
+    steps = {(label, temperature): [[]] * 3 for label in ("A", "A + suffix") for temperature in temperatures}
+    paced, is_trained = {"A + suffix"}, {"A": True, "A + suffix": True}
+    # Ten seconds by plain decoding, and three parts of half as many seconds.
+    for left, expected in ((24, True), (26, False)):
+        assert forecast.is_too_long(steps, paced, is_trained, 10.0, time.monotonic() + left) is expected
+    assert not forecast.is_too_long(steps, paced, {"A + suffix": True}, 10.0, time.monotonic())
+    assert not forecast.is_too_long(steps, set(), is_trained, 10.0, time.monotonic())
 
 
 @pytest.mark.parametrize(

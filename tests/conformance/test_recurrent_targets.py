@@ -25,6 +25,7 @@ from outrider.models.llm.loading import load_target
 from outrider.models.llm.recurrent_states import Paths, find_mixers
 from outrider.models.llm.stages.slices import EndSlice
 from outrider.models.llm.streamed_loading import build_without_weights, stored_weights
+from outrider.models.llm.tree_cache import TreeCache
 from outrider.train.batches import states_of_texts
 
 from ..tiny_models import IDENTITY
@@ -164,6 +165,14 @@ def test_stages_are_refused(target, tmp_path):
         ValueError, match="recurrent layers, whose states can't hold several drafts at once; leave target.stage_l"
     ):
         EndSlice.load(skeleton, torch.device("cpu"))
+
+
+def test_room_is_for_the_keys_and_values_of_layers_that_have_some(target, monkeypatch):
+    monkeypatch.setattr(TreeCache, "trim", lambda cache: None)
+    token_bytes, _ = cache_bytes(target)
+    num_layers = {"qwen3_5_text": 2, "falcon_h1": 4, "lfm2": 2}[target.model.config.model_type]
+    assert token_bytes == num_layers * 2 * 2 * 8 * 8  # keys and values of two heads of 8, in float64
+    assert streamed_loading._token_bytes(target.model) == token_bytes
 
 
 def test_evicted_answers_are_those_of_requests_alone(target, plain, monkeypatch):

@@ -14,6 +14,7 @@ from outrider.eval.forecast.measure import (
     ForecastPrompt,
     decode,
     draw_prompts,
+    in_turns,
     plain_answers,
     step_seconds,
 )
@@ -50,6 +51,28 @@ def test_tokens_and_steps_are_those_of_each_prompt_alone(target):
     plain = decode(target, NullDrafter(), GreedyAcceptance(), PROMPTS, max_new_tokens=NEW, batch_size=2, done=done.append)
     assert [(one.tokens, one.steps) for one in plain] == [(len(text) - 1, len(text) - 1) for text in texts]
     assert done == [1, 1, 1, 2, 1]
+
+
+def test_a_paced_drafter_answers_each_prompt_in_turn_with_plain_decoding(target, monkeypatch):
+    turns = []
+    decoded = measure.decode
+
+    def record(target, drafter, rule, prompts, **options):
+        turns.append((type(drafter).__name__, [prompt.category for prompt in prompts], options["batch_size"]))
+        return decoded(target, drafter, rule, prompts, **options)
+
+    monkeypatch.setattr(measure, "decode", record)
+    texts = [answer(target, prompt.input_ids) for prompt in PROMPTS]
+    drafter, done = OracleDrafter([texts[0]], [3], target.vocab_size), list[int]()
+    options = {"max_new_tokens": NEW, "batch_size": 8, "done": done.append}
+    plain, drafted = in_turns(target, drafter, GreedyAcceptance(), PROMPTS, **options)
+    names = ["NullDrafter", "OracleDrafter"] * 3
+    assert turns == [(name, [str(place // 2)], 1) for place, name in enumerate(names)]
+    assert [one.steps for one in plain] == [len(text) - 1 for text in texts]
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    assert all(one.seconds > 0 for one in (*plain, *drafted))
+    assert done == [1, 1, 1]
+    assert in_turns(target, drafter, GreedyAcceptance(), PROMPTS, is_timed=False, **options)[0] == []
 
 
 @pytest.mark.parametrize("rule", [GreedyAcceptance(), SpeculativeSampling(sampling=Sampling(temperature=1.0))])

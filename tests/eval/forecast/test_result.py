@@ -48,7 +48,7 @@ def test_a_measured_drafters_speedup_is_that_of_whole_answers():
 
 
 def test_a_paced_drafters_speedup_is_that_of_prompts_alone():
-    plain = {0.0: [Steps(tokens=100, steps=100, seconds=10.0 + row) for row in range(3)]}
+    plain = {("Medusa + Suffix", 0.0): [Steps(tokens=100, steps=100, seconds=10.0 + row) for row in range(3)]}
     steps = [[Steps(tokens=200 + 20 * part, steps=100, seconds=16.5) for _ in range(3)] for part in range(3)]
     four = {PLAIN_DECODING: StepSeconds(steps=[0.2], prefill=1.0, draft=0.0)}
     alone = measured(steps={("Medusa + Suffix", 0.0): steps}, plain=plain, seconds={**measured(steps={}).seconds, 4: four})
