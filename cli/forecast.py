@@ -44,7 +44,7 @@ from ..eval.measure.methods import MethodSpec, Settings, acceptance_rule, method
 from ..eval.measure.plan import require_room
 from ..eval.records.names import PLAIN_DECODING
 from ..eval.run import load_suites
-from ..models.decoding.protocols import AcceptanceRule
+from ..models.decoding.protocols import AcceptanceRule, Drafter
 from ..models.drafters import NullDrafter, load_drafter
 from ..models.drafters.saved.loading import trained_parts
 from ..models.drafters.saved.parts import DrafterParts
@@ -319,10 +319,11 @@ def measure(
         asked = [(n, spec) for n, part in enumerate(specs) for spec in part.values() if n == 0 or is_trained[spec.label]]
         with tqdm(total=len(batch) * sum(map(len, steps.values())), desc=name, unit="answer") as progress:
             for number, spec in asked:
-                drafter = load_drafter(spec.parts, target, **(spec.setting or {}))
+                loaded = load_drafter(spec.parts, target, **(spec.setting or {}))
+                drafter: Drafter[Any, Any] = loaded
                 if spec.label in paced:
-                    target.choose_linears(*trained_parts(drafter))
-                    drafter = proposer(drafter, target)
+                    target.choose_linears(*trained_parts(loaded))
+                    drafter = proposer(loaded, target)
                     in_turns(target, drafter, rules[temperatures[0]], batch[:1], max_new_tokens=tokens)  # it learns seconds
                 is_timed = number == len(specs) - 1 or not is_trained[spec.label]
                 for temperature, rule in rules.items():
