@@ -42,6 +42,11 @@ REFUSALS = {
     **dict.fromkeys((("mtp", "falcon_h1"), ("mtp", "lfm2")), "no layer that is plain attention to the whole text"),
 }
 """What a kind can't be on a family, and why."""
+BUDGET_MARKS = {
+    "qwen3_5_text": [],
+    **dict.fromkeys(("falcon_h1", "lfm2", "mamba2", "nemotron_h", "qwen3_next", "zamba2"), pytest.mark.slow),
+}
+"""Of the families that are read within a budget; the others are long tests."""
 LLAMA = {"layer": {"model_type": "llama"}}
 
 
@@ -120,7 +125,7 @@ def test_merged_free_drafts_change_no_token(target, plain):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_5_text", *(pytest.param(name, marks=pytest.mark.slow) for name in ALONG_THE_TEXT if name != "qwen3_5_text")]
+    "name", [pytest.param(name, marks=BUDGET_MARKS.get(name, [pytest.mark.slow, pytest.mark.long])) for name in ALONG_THE_TEXT]
 )
 def test_a_budget_changes_no_token(name, tmp_path, monkeypatch):
     """Weights of mixers that a commit reads stay in memory."""
