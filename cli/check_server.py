@@ -153,10 +153,9 @@ def _checked(
     # Greedy answers stand between samples: an engine may confuse the temperatures of requests that it answers together.
     sampled = [shortest[index % len(shortest)] for index in range(options.samples)]
     beside = [by_length[index % len(by_length)] for index in range(checks.SAMPLED_AT_ONCE)] if sampled else []
-    step = -(-len(sampled) // max(1, len(beside)))
-    mixed = [
-        part for start, one in enumerate(beside) for part in ((one, 0.0), *((s, 1.0) for s in sampled[start * step :][:step]))
-    ]
+    mixed = [(question, 1.0) for question in sampled]
+    for index, question in enumerate(beside):
+        mixed.insert(index * (1 + len(sampled) // len(beside)), (question, 0.0))
     num_speed = len(options.concurrency) * config.repeats * len(questions)
     num_greedy = len(questions) * (2 + (options.without is not None) + (method is not None))
     total = num_greedy + num_speed * (len(sides) + 1) + 2 * len(mixed)
@@ -207,8 +206,8 @@ def _checked(
             replies, _ = ask(server, asked, temperatures=temperatures, told=bar.update, **options_of_samples)
             greedy, drawn = ([one for one, at in zip(replies, temperatures, strict=True) if at == kind] for kind in (0.0, 1.0))
             found.lines.append(checks.check_samples(reader, sampled, drawn, bar.update))
-            where = checks.BESIDE_SAMPLES
-            found.lines.append(checks.check_tokens(reader, beside, greedy, where, options.tolerance, bar.update))
+            line = checks.check_tokens(reader, beside, greedy, checks.BESIDE_SAMPLES, options.tolerance, bar.update)
+            found.lines.append(line)
         return found
 
 

@@ -178,16 +178,11 @@ def plan_sample(config: RunConfig, planner: Planner, *, seconds: float, minutes:
             f"minutes is {minutes:g}, in which {max(0, num_texts)} texts can be labelled and learned from; a forecast from "
             f"fewer than {needed} can't be trusted. Set --minutes {longer}"
         )
-    if label_seconds:
-        of_texts = texts.num_texts
-    else:
+    of_texts = texts.num_texts
+    if not label_seconds:
         manifest = label_store(Path(config.output_dir) / "distill").load()
         of_texts = sum(len(entry.ids) for entry in manifest.shards)
-    return Sample(
-        num_texts=min(num_texts, of_texts),
-        of_texts=of_texts,
-        is_labelled=not label_seconds,
-    )
+    return Sample(num_texts=min(num_texts, of_texts), of_texts=of_texts, is_labelled=not label_seconds)
 
 
 def data_of_sample(data: DataConfig, sample: Sample) -> DataConfig:

@@ -83,7 +83,7 @@ def table_of(title: str, first: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE, width=WIDTH)
     table.add_column(first, overflow="fold")
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     return table
 
 

@@ -28,6 +28,7 @@ from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 
 from ...data.device import to_device
+from .cache_columns import copied_to_host
 
 STATE_METHODS = ("update_conv_state", "update_recurrent_state")
 """Methods of transformers' caches that only mixers call."""
@@ -252,8 +253,10 @@ class RecurrentStates:
 
     def take(self, row: int) -> list[State]:
         """Copy the states of a row to the host, for `put`."""
-        states = (self._states[mixer] for mixer in self._mixers)
-        return [{key: tensor[row : row + 1].to("cpu", copy=True) for key, tensor in state.items()} for state in states]
+        states = [self._states[mixer] for mixer in self._mixers]
+        tensors = [tensor[row : row + 1] for state in states for tensor in state.values()]
+        copies = iter(copied_to_host(tensors, tensors[0].device))  # the host waits once
+        return [{key: next(copies) for key in state} for state in states]
 
     def put(self, texts: Sequence[list[State]]) -> None:
         """Append rows with states that `take` copied."""
