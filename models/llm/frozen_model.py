@@ -236,8 +236,8 @@ class FrozenModel:
         if not self.is_rounding(error):
             raise ValueError(
                 f"{type(self.model).__name__} reads a draft tree differently from plain texts (relative error {error:.2g} of "
-                "its logits): its positions depend on more than masks and position ids, so decoding with trees would change "
-                "its output. Choose another target"
+                "its logits): it uses more than masks and position ids, such as states of its own, so decoding with trees "
+                "would change its output. Choose another target"
             )
 
 

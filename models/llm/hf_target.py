@@ -208,16 +208,8 @@ class HFTarget(FrozenModel):
             self._trees.require_trees()
             try:
                 self._probe()
-            except (TypeError, AttributeError, LookupError, NotImplementedError, RuntimeError) as error:
-                self._trees.kinds = {}  # the next prefill probes again
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
-                raise ValueError(
-                    f"{type(self.model).__name__} doesn't accept 4-D masks, position ids and a cache, which reading draft "
-                    f"trees needs ({type(error).__name__}: {error}). Choose another target"
-                ) from error
             except BaseException:
-                self._trees.kinds = {}
+                self._trees.kinds = {}  # the next prefill probes again
                 raise
 
     def read_prompts(self, prompts: Prompts, cache: TreeCache) -> TargetOutput:
@@ -348,7 +340,7 @@ class HFTarget(FrozenModel):
 
     @torch.inference_mode()
     def _probe(self) -> None:
-        """Raise ValueError if a small tree's logits differ from plain passes over its paths."""
+        """Raise ValueError if small trees can't be read, or if their logits differ from plain passes over the paths."""
         # 1. Two prompts of different lengths, and a tree with the paths "a b" and "c", in the order
         # a c b.
         text, drafts = self.probe_ids.split([12, 3])
@@ -358,11 +350,19 @@ class HFTarget(FrozenModel):
         last = text[[8, 9]]
         # 2. Read both prompts, the tree, and then a chain after different accepted paths in each
         # row.
-        cache = self._trees.new_cache(2, 24, self.device)
-        start = self._prefill(prompts, cache).logits
-        first = self._read_eagerly(cache, last, tree)
-        keep_path(cache, accepted_path(tree, [[0, 2], [1]]))
-        second = self._read_eagerly(cache, text[[10, 11]], chain_tree(tree.tokens[:, :1]))
+        try:
+            cache = self._trees.new_cache(2, 24, self.device)
+            start = self._prefill(prompts, cache).logits
+            first = self._read_eagerly(cache, last, tree)
+            keep_path(cache, accepted_path(tree, [[0, 2], [1]]))
+            second = self._read_eagerly(cache, text[[10, 11]], chain_tree(tree.tokens[:, :1]))
+        except (TypeError, AttributeError, LookupError, NotImplementedError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ValueError(
+                f"{type(self.model).__name__} can't read draft trees: its own code in transformers failed with the mask, the "
+                "positions and the cache of a tree, as layers do that keep states of their own. Choose another target"
+            ) from error
         # 3. The same texts, all in one plain pass: compare the logits.
         rows = [
             (start[0, 0], [*text[:8]]),

@@ -177,9 +177,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rwkv": ({"attention_hidden_size": 32}, "reads a draft tree differently"),
     "minimax": (
         {"layer_types": LINEAR["layer_types"], "num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 4},
-        "cache of its own",
+        "reads no cache but its own kind",
     ),
-    "zaya": ({}, "doesn't accept 4-D masks"),
+    "zaya": ({}, "own code in transformers failed"),
     "qwen4_exp_text": (
         {
             **(EXPERTS | LINEAR),
@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "indexer_budget": 16,
             "indexer_compress_ratio": 4,
         },
-        "doesn't accept 4-D masks",
+        "own code in transformers failed",
     ),
     **dict.fromkeys(("inkling_text", "inkling2_text"), ({}, "layers of type hybrid_sliding")),
     "deepseek_v4": (EXPERTS, "layers of type compressed_sparse_attention"),

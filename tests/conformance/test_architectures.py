@@ -208,7 +208,7 @@ def refused_model(case: str) -> PreTrainedModel:
         ("columns", "cuts windows by cache column"),
         ("own positions", "reads a draft tree differently from plain texts"),
         ("column numbers", "cache columns that it reads by their number"),
-        ("encoder-decoder", "doesn't accept 4-D masks, position ids and a cache"),
+        ("encoder-decoder", "own code in transformers failed"),
         ("damaged", "are not all numbers"),
     ],
 )
