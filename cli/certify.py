@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic.dataclasses import dataclass
 from rich.console import Console
 
-from ..data.fields import OPTIONS, PositiveInt, raise_problems
-from ..eval.config import EvalConfig, stage_problems
+from ..data.fields import OPTIONS, PositiveInt
+from ..eval.config import EvalConfig
 from .command_line import CommandLine
-from .launch import launch_stages
-from .options import DrafterNames, TargetOptions, cpu_threads, require_used, with_limit
+from .options import DrafterNames, TargetOptions, loaded_with, require_used, with_limit
 
 if TYPE_CHECKING:
     from ..models.drafters.saved.parts import DrafterParts
@@ -61,7 +60,9 @@ def certify_command(options: CertifyOptions, line: CommandLine) -> None:
     # 1. Run the checks.
     output = options.output
     with guarded(output):
-        lines, subject = _certify(with_limit(options.eval, options.limit), options, line, unfinished_file(output))
+        config = with_limit(options.eval, options.limit)
+        with loaded_with("certify", config, options, line) as (drafters, target):
+            lines, subject = _decode(config, drafters, target, unfinished_file(output))
 
         # 2. Write the certificate and print it.
         write_certificate(lines, subject, output)
@@ -71,28 +72,6 @@ def certify_command(options: CertifyOptions, line: CommandLine) -> None:
     console.print(verdict, f"({output}); probability that a lossless decoder fails: at most {false_alarm_rate(lines):.1e}")
     if not passes(lines):
         raise SystemExit(1)
-
-
-def _certify(
-    config: EvalConfig, options: CertifyOptions, line: CommandLine, unfinished: Path
-) -> "tuple[list[CertificateLine], dict[str, Any]]":
-    """Certify decoding with each drafter.
-
-    Returns the certificate's lines, and the description of what they certify. Until all are there,
-    the file `unfinished` keeps the lines.
-    """
-    from ..eval.run import check_inputs
-    from ..models.drafters.saved.parts import parse_drafter_name
-
-    # 1. Check the inputs.
-    all_parts = [parse_drafter_name(name) for name in options.drafter]
-    kinds = {part.name for parts in all_parts for part in parts.parts}
-    raise_problems(stage_problems(config, options.target.stage_layers, kinds))
-    check_inputs(config, all_parts)
-    launch_stages("certify", line, options.target)
-    with cpu_threads(options.num_threads):
-        target = options.load()
-        return _decode(config, all_parts, target, unfinished)
 
 
 def _decode(

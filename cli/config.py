@@ -210,29 +210,28 @@ class RunConfig:
         from ..models.drafters.saved.build import require_horizon
         from ..models.drafters.saved.low_rank import is_merged
 
-        section, problems = f"variants.{name}" if name else "", []
+        section, lines = f"variants.{name}" if name else "", list[str]()
         if "distill" in self.stages:
             try:
                 require_horizon(run.drafter, self.distill.horizon)
             except ValueError as error:
-                problems += [under(section, line, VARIANT_OPTIONS) for line in str(error).splitlines()]
+                lines += str(error).splitlines()
             if run.train.teacher == "top_k" and self.distill.top_logprobs is None:
-                line = "train.teacher is top_k, and distill.top_logprobs is null; set a number of tokens, or train.teacher=full"
-                problems.append(under(section, line, VARIANT_OPTIONS))
+                lines.append(
+                    "train.teacher is top_k, and distill.top_logprobs is null; set a number of tokens, or train.teacher=full"
+                )
             if run.train.mixes_teacher_and_labels and self.distill.label_temperature not in (0, 1):
-                line = TEACHER_TEMPERATURE.format(self.distill.label_temperature)
-                problems.append(under(section, line, VARIANT_OPTIONS))
+                lines.append(TEACHER_TEMPERATURE.format(self.distill.label_temperature))
         if (rank := run.train.lora_rank) is not None and (start := run.drafter.start_from) is None:
-            line = (
+            lines.append(
                 f"train.lora_rank is {rank}, which changes a trained drafter; set drafter.start_from, or train.lora_rank=null"
             )
-            problems.append(under(section, line, VARIANT_OPTIONS))
         elif rank is not None and is_merged(start):
-            line = (
+            lines.append(
                 "drafter.start_from is a low-rank change itself, and train.lora_rank changes a whole drafter; start from its "
                 "base, or set train.lora_rank=null"
             )
-            problems.append(under(section, line, VARIANT_OPTIONS))
+        problems = [under(section, line, VARIANT_OPTIONS) for line in lines]
         temperature: float = getattr(run.drafter.config, "temperature", 0.0)
         if self.eval.merge and temperature:
             problems.append(

@@ -9,15 +9,13 @@ from pydantic.dataclasses import dataclass
 from rich.console import Console
 from rich.markup import escape
 
-from ..data.fields import OPTIONS, PositiveInt, raise_problems
-from ..eval.config import EvalConfig, stage_problems
+from ..data.fields import OPTIONS, PositiveInt
+from ..eval.config import EvalConfig
 from .command_line import CommandLine
-from .launch import launch_stages
-from .options import BY_MACHINE, DrafterNames, TargetOptions, cpu_threads, with_limit
+from .options import BY_MACHINE, DrafterNames, TargetOptions, loaded_with, with_limit
 
 if TYPE_CHECKING:
     from ..eval.results.rows import Row
-    from ..models.drafters.saved.parts import DrafterParts
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -57,32 +55,17 @@ def eval_command(options: EvalOptions, line: CommandLine) -> None:
     After an interruption, run the same command to resume. Exits with status 1 if an answer with a
     drafter differs from the target's own answer.
     """
-    from ..models.drafters.saved.parts import parse_drafter_name
-
-    # 1. Check what doesn't need the target.
-    config = with_limit(options.eval, options.limit)
-    drafters = [parse_drafter_name(name) for name in options.drafter]
-    kinds = {part.name for parts in drafters for part in parts.parts}
-    raise_problems(stage_problems(config, options.target.stage_layers, kinds))
-
-    # 2. Measure, and print the table.
-    rows = _measure(config, drafters, options, line)
-    if not _print_results(rows, options.output):
-        raise SystemExit(1)
-
-
-def _measure(config: EvalConfig, drafters: "list[DrafterParts]", options: EvalOptions, line: CommandLine) -> "list[Row]":
     from ..data.files import guarded
-    from ..eval.run import check_inputs, evaluate
+    from ..eval.run import evaluate
     from ..eval.tune.run import tuned_settings
 
-    check_inputs(config, drafters)
-    launch_stages("eval", line, options.target)
-    with cpu_threads(options.num_threads):
-        target = options.load()
+    config, output = with_limit(options.eval, options.limit), options.output
+    with loaded_with("eval", config, options, line) as (drafters, target):
         tuned = tuned_settings(config, target, drafters) if options.tuned else None
-        with guarded(options.output, folders=[options.output]):
-            return evaluate(config, target, target.tokenizer, drafters, options.output, tuned=tuned)
+        with guarded(output, folders=[output]):
+            rows = evaluate(config, target, target.tokenizer, drafters, output, tuned=tuned)
+    if not _print_results(rows, output):
+        raise SystemExit(1)
 
 
 def _print_results(rows: "Sequence[Row]", output: Path) -> bool:

@@ -85,9 +85,8 @@ def _package(drafter: Path, package: Path, options: CardOptions) -> None:
             with replacing_directory(package) as folder:
                 new.rename(folder)  # replaces an empty folder
     log.info("%s is the folder for the Hub", package)
-    for what, option in names_left_open(card):
-        flag = f"--{option.replace('_', '-')}"
-        log.info("the card names %s by a local folder: `outrider package %s user/name` writes its name on the Hub", what, flag)
+    for line in names_left_open(card):
+        log.info("%s", line)
 
 
 def _differing(new: Path, old: Path) -> list[str]:

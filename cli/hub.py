@@ -198,9 +198,8 @@ def _package(drafter: Path, output: Path, repo: str) -> Path:
 def _print_names_left_open(card: str) -> None:
     from ..models.export.package import names_left_open
 
-    for what, option in names_left_open(card):
-        flag = f"--{option.replace('_', '-')}"
-        print(f"the card names {what} by a local folder: `outrider package {flag} user/name` writes its name on the Hub")
+    for line in names_left_open(card):
+        print(line)
 
 
 def _print_files(files: dict[str, Path]) -> None:

@@ -157,7 +157,7 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
         chat_template=template,
         template_reason=reason,
         template_options=sorted(template_options(text)),
-        has_accelerator=_has_accelerator(),
+        has_accelerator=bool(shutil.which("nvidia-smi")) or Path("/dev/kfd").exists() or sys.platform == "darwin",
         has_mtp_head=any(config.get(name) for name in MTP_COUNTS),
         is_recurrent=is_recurrent(config),
     )
@@ -259,11 +259,6 @@ def _read(target: str, name: str) -> str | None:
         raise ValueError(f"target is {target!r}: it is neither a directory nor in the cache, and {why_offline()}") from error
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         raise ValueError(f"target is {target!r}, which is no directory, and the Hub raises: {error}") from error
-
-
-def _has_accelerator() -> bool:
-    """Whether there is a GPU. Looks for its driver, because torch takes seconds to import."""
-    return bool(shutil.which("nvidia-smi")) or Path("/dev/kfd").exists() or sys.platform == "darwin"
 
 
 def read_data_facts(path: Path, max_chars: int) -> DataFacts:

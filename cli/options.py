@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from ..data.fields import OPTIONS, NumThreads
+from ..data.fields import OPTIONS, NumThreads, raise_problems
+from ..eval.config import stage_problems
 from ..models.llm.config import TargetConfig
 from .errors import silence_bars
+from .launch import launch_stages
 
 if TYPE_CHECKING:
     from ..eval.config import EvalConfig
+    from ..models.drafters.saved.parts import DrafterParts
     from ..models.llm.hf_target import HFTarget
+    from .command_line import CommandLine
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -55,6 +59,23 @@ def require_used(config: "EvalConfig", used: Collection[str], command: str) -> N
     names = [option.name for option in fields(config)]
     if unused := [f"eval.{name}" for name in names if getattr(config, name) != getattr(unset, name)]:
         raise ValueError(f"{', '.join(unused)}: `outrider {command}` doesn't use this; leave it out")
+
+
+@contextmanager
+def loaded_with(
+    command: str, config: "EvalConfig", options: Any, line: "CommandLine"
+) -> "Iterator[tuple[list[DrafterParts], HFTarget]]":
+    """Check the drafters and the prompts of `eval` or `certify`, start the stages, and load the target."""
+    from ..eval.run import check_inputs
+    from ..models.drafters.saved.parts import parse_drafter_name
+
+    drafters = [parse_drafter_name(name) for name in options.drafter]
+    kinds = {part.name for parts in drafters for part in parts.parts}
+    raise_problems(stage_problems(config, options.target.stage_layers, kinds))
+    check_inputs(config, drafters)
+    launch_stages(command, line, options.target)
+    with cpu_threads(options.num_threads):
+        yield drafters, options.load()
 
 
 @contextmanager

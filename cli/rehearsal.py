@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from ..data.collate import text_continuations
 from ..data.manifest import Manifest
-from ..data.types import DistilledExample, DrafterBatch, Example
+from ..data.types import DistilledExample, Example
 from ..distill.config import DistillConfig
 from ..distill.label.continuations import require_labels
 from ..distill.label.run import label_shard
@@ -148,7 +148,8 @@ def rehearse_loss(
     if reads.top and examples[0].top is None:
         return  # the made texts have no top tokens: whether the finished labels have some, training checks first
     batch = draw_batch(config, examples, reads).decoded()
-    if config.packing and _lacks_states(batch, reads.hidden_states, reads.layers):
+    lacks_states = (reads.hidden_states and batch.hidden_states is None) or (bool(reads.layers) and batch.features is None)
+    if config.packing and lacks_states:
         require_packing(target)
     batch = with_hidden_states(batch, target, reads)
     drafter.train()
@@ -198,7 +199,3 @@ def reads_per_step(target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequen
             most = most if step.is_prefill else max(most, num_reads)
             num_reads = 0
     return most
-
-
-def _lacks_states(batch: DrafterBatch, hidden_states: bool, layers: Sequence[int]) -> bool:
-    return (hidden_states and batch.hidden_states is None) or (bool(layers) and batch.features is None)

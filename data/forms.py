@@ -91,7 +91,7 @@ def first_value(record: Mapping[str, Any], keys: Sequence[str], notes: set[str] 
     return record[filled[0]] if filled else None
 
 
-def _note_unused(record: Mapping[str, Any], used: Collection[str], where: str, notes: set[str]) -> None:
+def _note_unused(record: Mapping[str, Any], used: Collection[str], where: str, notes: set[str] | Counter[str]) -> None:
     """Note the keys of a record that have a value, and that aren't used."""
     notes.update(f"{key!r}{where}: not used" for key in record if key not in used and record[key] not in EMPTY)
 
@@ -333,9 +333,7 @@ def _parse_tokens(record: Any, notes: Counter[str]) -> Parsed:
         return "'labels' with other tokens than 'input_ids'"
     if key != "labels" and not set(mask) <= {0, 1}:
         return f"{key!r} with other values than 0 and 1"
-    own = set[str]()
-    _note_unused(record, ("input_ids", key, "attention_mask", *ID_KEYS), "", own)
-    notes.update(own)
+    _note_unused(record, ("input_ids", key, "attention_mask", *ID_KEYS), "", notes)
     trained = bytes(label != IGNORED_LABEL if key == "labels" else bool(label) for _, label, is_seen in rows if is_seen)
     return Conversation(id="", source="", tokens=(array("i", (id for id, _, is_seen in rows if is_seen)), trained))
 
@@ -347,9 +345,7 @@ def _parse_text(record: Any, notes: Counter[str]) -> Parsed:
         return "record without a text 'text' or 'content'"
     if has_surrogate(text):
         return NOT_UNICODE
-    own = set[str]()
-    _note_unused(record, (*TEXT_RECORD_KEYS, *ID_KEYS), "", own)
-    notes.update(own)
+    _note_unused(record, (*TEXT_RECORD_KEYS, *ID_KEYS), "", notes)
     return Conversation(id="", source="", text=text)
 
 

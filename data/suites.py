@@ -5,7 +5,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -122,14 +122,6 @@ def _parse_mt_bench(record: Any, index: int) -> Prompt | None:
     return _prompt(record.get("question_id", record.get("prompt_id")), record.get("category"), turns)
 
 
-def _parse_alpaca_eval(record: Any, index: int) -> Prompt | None:
-    return _prompt(record.get("id", index), record.get("dataset"), [record.get("instruction")])
-
-
-def _parse_spec_bench(record: Any, index: int) -> Prompt | None:
-    return _prompt(record.get("question_id"), record.get("category"), record.get("turns"))
-
-
 def _parse_human_eval(record: Any, index: int) -> Prompt | None:
     # In other sets of programming problems the task id is a number.
     if not isinstance(record.get("task_id"), str):
@@ -204,15 +196,16 @@ def asked_in(conversation: Conversation) -> tuple[str | None, list[str]] | None:
 
 def _prompt(id: Any, category: Any, turns: Any, solution: str | None = None) -> Prompt | None:
     """Build a prompt from a record's values; None if they are invalid."""
-    if isinstance(turns, list) and turns and _all_texts([*turns, category]) and _is_id(id):
+    is_id = type(id) is int or (isinstance(id, str) and bool(id.strip()))
+    if isinstance(turns, list) and turns and _all_texts([*turns, category]) and is_id:
         return Prompt(id=str(id), category=category, turns=tuple(turns), solution=solution)
     return None
 
 
-PARSERS = {
+PARSERS: dict[str, Callable[[Any, int], Prompt | None]] = {
     "mt_bench": _parse_mt_bench,
-    "alpaca_eval": _parse_alpaca_eval,
-    "spec_bench": _parse_spec_bench,
+    "alpaca_eval": lambda record, index: _prompt(record.get("id", index), record.get("dataset"), [record.get("instruction")]),
+    "spec_bench": lambda record, _: _prompt(record.get("question_id"), record.get("category"), record.get("turns")),
     "human_eval": _parse_human_eval,
     "gsm8k": _parse_gsm8k,
 }
@@ -286,11 +279,6 @@ def _stdlib_prompts(path: str | None) -> list[Prompt]:
 def _module(id: str) -> str:
     """Return the top-level module in a conversation's id (`stdlib/json/decoder.py:12`)."""
     return id.split(":")[0].split("/")[1].removesuffix(".py")
-
-
-def _is_id(value: Any) -> bool:
-    """Return whether it is a text or an integer (but not a bool, a subclass of int)."""
-    return type(value) is int or (isinstance(value, str) and bool(value.strip()))
 
 
 def _all_texts(values: list[Any]) -> bool:

@@ -8,13 +8,10 @@ idle after one has died.
 
 import hashlib
 import logging
-import resource
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar, cast
 
-import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
@@ -134,11 +131,3 @@ def total(kind: type[T], parts: Collection[T]) -> T:
     """Sum dataclasses of numbers, field by field."""
     names = [field.name for field in fields(cast("Any", kind))]
     return kind(**{name: sum(getattr(part, name) for part in parts) for name in names})
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process: of tensors on CUDA, else resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak  # macOS counts bytes, Linux KiB

@@ -3,6 +3,8 @@
 import gc
 import logging
 import platform
+import resource
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -61,6 +63,14 @@ def free_memory(device: torch.device) -> int | None:
         return available_memory()
     read = getattr(torch.get_device_module(device), "mem_get_info", None)
     return None if read is None else int(read(device)[0])
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the largest memory so far in bytes: of tensors on CUDA, else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # macOS counts bytes, Linux KiB
 
 
 OUT_OF_MEMORY_TEXTS = (

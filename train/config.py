@@ -167,12 +167,8 @@ class Division:
     @classmethod
     def of(cls, run: Mapping[str, Any]) -> "Division":
         """The division of a described run."""
-        train = run["train"]
-        return cls(
-            batch_size=train["batch_size"],
-            gradient_accumulation=train["gradient_accumulation"],
-            num_processes=run["num_processes"],
-        )
+        values = {**run["train"], "num_processes": run["num_processes"]}
+        return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
 
     @property
     def texts_per_step(self) -> int:

@@ -127,7 +127,17 @@ def set_up(
     set_seed(config.seed + accelerator.process_index)  # dropout differs between processes
     # 4. The optimizer. The scheduler isn't wrapped: accelerate would step it once per process.
     optimizer, scheduler = make_optimizer(drafter, config)
-    validator = make_validator(config, held_out, target, objective, manifest, accelerator)
+    validator = None
+    if held_out:
+        validator = Validator(
+            held_out,
+            target=target,
+            objective=objective,
+            horizon=manifest.horizon,
+            max_new_tokens=config.validation_tokens,
+            batch_size=config.batch_size,
+            accelerator=accelerator,
+        )
     unused_parameters = drafter.has_unused_parameters(manifest.horizon)
     model, optimizer = prepare(accelerator, LossModule(drafter, objective), optimizer, config, unused_parameters)
     return Training(
@@ -232,28 +242,6 @@ def describe_batch(config: TrainConfig, stream: BatchStream, manifest: Manifest)
         f"train.batch_size {config.batch_size} x gradient_accumulation {config.gradient_accumulation}: about {tokens:,.0f} "
         f"tokens, and it trains on about {positions:,.0f} positions{limit}; {config.steps} steps are "
         f"{config.steps * stream.step_size / stream.num_texts:.3g} epochs of {stream.num_texts} texts"
-    )
-
-
-def make_validator(
-    config: TrainConfig,
-    held_out: list[HeldOut],
-    target: HFTarget,
-    objective: Objective,
-    manifest: Manifest,
-    accelerator: Accelerator,
-) -> Validator | None:
-    """Build the measurement on held-out texts; None if no texts are held out."""
-    if not held_out:
-        return None
-    return Validator(
-        held_out,
-        target=target,
-        objective=objective,
-        horizon=manifest.horizon,
-        max_new_tokens=config.validation_tokens,
-        batch_size=config.batch_size,
-        accelerator=accelerator,
     )
 
 

@@ -33,8 +33,9 @@ from ...data.store import STATS_SUFFIX, describe_data
 from ...data.types import DistilledExample, Example
 from ...models.llm.hf_target import HFTarget
 from ...models.llm.tensor_parallel import Worker
+from ...models.machine import peak_memory
 from ..config import DistillConfig
-from ..plan import peak_memory_bytes, plan_sha256, plan_shards, run_shards, total
+from ..plan import plan_sha256, plan_shards, run_shards, total
 from ..regenerate.engines.served_states import ServedStates, open_states
 from .continuations import LabelStats, label_continuations, require_labels
 from .features import TextFeatures, require_features, require_space, start_storing
@@ -315,7 +316,7 @@ def _write_statistics(
         num_branch_tokens=sums.num_branch_tokens,
         process_seconds=sums.seconds,
         positions_per_process_second=sums.num_positions / max(1e-9, sums.seconds),
-        peak_memory_bytes=peak_memory_bytes(target.device),
+        peak_memory_bytes=peak_memory(target.device),
         dropped=dict(dropped.most_common()),
     )
     write_json(output_dir / STATS_FILE, asdict(statistics))

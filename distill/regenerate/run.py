@@ -29,8 +29,9 @@ from ...data.types import Example
 from ...models.drafters.saved.loading import LoadedDrafter, load_drafter, trained_parts
 from ...models.llm.hf_target import HFTarget
 from ...models.llm.tensor_parallel import Worker
+from ...models.machine import peak_memory
 from ..config import DistillConfig
-from ..plan import peak_memory_bytes, plan_sha256, plan_shards, run_shards
+from ..plan import plan_sha256, plan_shards, run_shards
 from .answers import (
     FORMAT_VERSION,
     AnswerCounts,
@@ -339,7 +340,7 @@ def _write_statistics(
         "dropped_turns": dict(dropped.most_common()),
         "process_seconds": sum(seconds.values()),
         "tokens_per_process_second": tokens_per_second,
-        "peak_memory_bytes": peak_memory_bytes(target.device),
+        "peak_memory_bytes": peak_memory(target.device),
     }
     write_json(output_dir / STATS_FILE, statistics)
     # 3. Report them, with warnings.

@@ -7,9 +7,7 @@ of plain decoding: every step reads every weight once.
 import logging
 import os
 import platform
-import resource
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -23,7 +21,7 @@ from torch import nn
 from ...models.llm.hf_target import HFTarget
 from ...models.llm.memory_plan import GIB
 from ...models.llm.stages.staged_target import StagedTarget
-from ...models.machine import cpu_model, find_out_of_memory, is_out_of_memory, release_memory, synchronize
+from ...models.machine import cpu_model, find_out_of_memory, is_out_of_memory, peak_memory, release_memory, synchronize
 from ..records.run_files import BudgetFacts, Environment, Roofline
 
 PACKAGES = ("outrider", "torch", "transformers")
@@ -80,15 +78,7 @@ def budget_facts(target: HFTarget) -> BudgetFacts | None:
     if target.stream is None:
         return None
     rate = target.stream.bytes_per_second
-    return BudgetFacts(plan=target.stream.plan.describe(), read_gbs=rate / 1e9, peak_bytes=peak_bytes(target.device))
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the largest memory of the device, or of this process on a CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return BudgetFacts(plan=target.stream.plan.describe(), read_gbs=rate / 1e9, peak_bytes=peak_memory(target.device))
 
 
 logger = logging.getLogger(__name__)

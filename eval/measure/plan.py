@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import islice, product, zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -273,23 +273,16 @@ class Plan:
 
         Profiles consist of whole batches only, since a smaller batch takes a different time.
         """
-        sizes, num_profiled = self.config.batch_sizes, self.config.profile_prompts
+        places, num_profiled = list(product(self.suites, self.config.batch_sizes)), self.config.profile_prompts
         timed = [
             Pass(suite=suite, prompts=suite.prompts, batch_size=size, repeat=repeat)
             for repeat in range(self.config.repeats)
-            for suite in self.suites
-            for size in sizes
+            for suite, size in places
         ]
-        profiles = [
-            Pass(
-                suite=suite,
-                prompts=evenly_spaced(suite.prompts, math.ceil(num_profiled / size) * size),
-                batch_size=size,
-                profiled=True,
-            )
-            for suite in self.suites
-            for size in sizes
-        ]
+        profiles = []
+        for suite, size in places:
+            prompts = evenly_spaced(suite.prompts, math.ceil(num_profiled / size) * size)
+            profiles.append(Pass(suite=suite, prompts=prompts, batch_size=size, profiled=True))
         return timed + profiles
 
     @property

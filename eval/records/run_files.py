@@ -167,10 +167,8 @@ class RunInfo:
         methods = {}
         for name, method in requested["methods"].items():
             if "places" in method:
-                method = {
-                    **method,
-                    "places": [[t, size] for t in temperatures for size in sizes if [t, size] in method["places"]],
-                }
+                places = [[t, size] for t in temperatures for size in sizes if [t, size] in method["places"]]
+                method = {**method, "places": places}
             if method.get("places") != []:
                 methods[name] = method
         suites = {name: revision for name, revision in requested["suites"].items() if name in self.config["suites"]}

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ...data.files import atomic_write_text
+from ...data.files import atomic_write_text, write_json
 from ...data.suites import Prompt, PromptSet
 from ..records.names import BASELINE
 from ..records.records import EvalRecord, GroupKey, digest_of, group_name
@@ -57,7 +57,10 @@ def write_answers(
                     "FastChat's question.jsonl: --suite '{name: mt_bench, path: question.jsonl}'"
                 )
             path = directory / group_name(group) / f"{name}{suffix}"
-            atomic_write_text(path, _json_lines(answered) if suffix == ".jsonl" else _json(answered))
+            if suffix == ".jsonl":
+                atomic_write_text(path, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in answered))
+            else:
+                write_json(path, answered)
             if num_missing := len(prompts[group[0]]) - len(answered):
                 logger.warning("%s lacks %d prompts with turns that were too long", path, num_missing)
 
@@ -118,11 +121,3 @@ def _turns(by_key: Mapping[Any, EvalRecord], group: GroupKey, prompt: Prompt, me
 
 def _text(record: EvalRecord, tokenizer: PreTrainedTokenizerBase) -> str:
     return str(tokenizer.decode(record.token_ids, skip_special_tokens=True))
-
-
-def _json(values: Sequence[dict[str, Any]]) -> str:
-    return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
-
-
-def _json_lines(values: Iterable[dict[str, Any]]) -> str:
-    return "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)

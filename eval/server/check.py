@@ -142,7 +142,7 @@ def ask_one_by_one(
         replies += ask(server, [question], concurrency=1, max_new_tokens=max_new_tokens, told=told)[0]
         after = server.counts()
         if before is not None and after is not None:
-            counts.append(change := after.since(before))
+            counts.append(change := after.plus(before, -1))
             if min(change.steps, change.accepted, change.drafted - change.accepted) < 0:
                 raise ValueError(
                     f"{server.url} counts {change.accepted} accepted of {change.drafted} drafts: /metrics is wrong"

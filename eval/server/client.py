@@ -65,22 +65,14 @@ class DraftCounts:
     """How often the first draft token was accepted, the second, ...; empty if the server doesn't say, as llama.cpp
     before its first draft."""
 
-    def plus(self, other: "DraftCounts") -> "DraftCounts":
-        """Return the sum of two counts."""
+    def plus(self, other: "DraftCounts", sign: int = 1) -> "DraftCounts":
+        """Return the sum of two counts; with the sign -1, what was counted after `other`."""
+        depths = zip_longest(self.by_depth, other.by_depth, fillvalue=0)
         return DraftCounts(
-            steps=self.steps + other.steps,
-            drafted=self.drafted + other.drafted,
-            accepted=self.accepted + other.accepted,
-            by_depth=tuple(map(sum, zip_longest(self.by_depth, other.by_depth, fillvalue=0))),
-        )
-
-    def since(self, before: "DraftCounts") -> "DraftCounts":
-        """Return what was counted after `before`."""
-        return DraftCounts(
-            steps=self.steps - before.steps,
-            drafted=self.drafted - before.drafted,
-            accepted=self.accepted - before.accepted,
-            by_depth=tuple(now - then for now, then in zip_longest(self.by_depth, before.by_depth, fillvalue=0)),
+            steps=self.steps + sign * other.steps,
+            drafted=self.drafted + sign * other.drafted,
+            accepted=self.accepted + sign * other.accepted,
+            by_depth=tuple(mine + sign * theirs for mine, theirs in depths),
         )
 
 

@@ -135,10 +135,11 @@ def require_names(*, base_model: str | None, repo: str | None, licence: str | No
         raise ValueError(f"licence is {licence!r}; give its name on the Hub, such as apache-2.0")
 
 
-def names_left_open(card: str) -> list[tuple[str, str]]:
-    """List the local names in a card, each with the option that sets its name on the Hub."""
-    names = ((UNNAMED, "the drafter", "repo"), (UNNAMED_TARGET, "its target", "base_model"))
-    return [(subject, option) for note, subject, option in names if note in card]
+def names_left_open(card: str) -> list[str]:
+    """List the local names in a card, each with the command that writes its name on the Hub."""
+    names = ((UNNAMED, "the drafter", "repo"), (UNNAMED_TARGET, "its target", "base-model"))
+    remedy = "the card names {} by a local folder: `outrider package --{} user/name` writes its name on the Hub"
+    return [remedy.format(subject, option) for note, subject, option in names if note in card]
 
 
 def package_files(folder: Path, called: str = "") -> dict[str, Path]:

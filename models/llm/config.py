@@ -193,24 +193,15 @@ class TargetConfig:
     true}`."""
 
     def __post_init__(self) -> None:
-        placements = ("compiled", "cuda_graphs", "device", "tensor_parallel", "memory_budget_gib", "stage_layers")
-        clashing = [name for name in placements if getattr(self, name)]
-        if self.device_map is not None and clashing:
-            raise ValueError(
-                f"device_map is {self.device_map}, which doesn't work together with {' and '.join(clashing)}; leave one out"
-            )
-        names = ("compiled", "cuda_graphs", "quantization", "tensor_parallel", "memory_budget_gib")
-        clashing = [name for name in names if getattr(self, name)]
-        if self.stage_layers is not None and clashing:
-            raise ValueError(
-                f"stage_layers is {self.stage_layers}, which doesn't work together with {' and '.join(clashing)}; leave one out"
-            )
-        clashing = [name for name in ("compiled", "cuda_graphs", "device", "quantization") if getattr(self, name)]
-        if self.tensor_parallel and clashing:
-            raise ValueError(f"tensor_parallel doesn't work together with {' and '.join(clashing)}; leave one out")
-        clashing = [name for name in ("compiled", "cuda_graphs", "quantization", "tensor_parallel") if getattr(self, name)]
-        if self.memory_budget_gib is not None and clashing:
-            raise ValueError(
-                f"memory_budget_gib is {self.memory_budget_gib}, which doesn't work together with {' and '.join(clashing)}; "
-                "leave one out"
-            )
+        recorded = ("compiled", "cuda_graphs")
+        clashes = {
+            "device_map": (*recorded, "device", "tensor_parallel", "memory_budget_gib", "stage_layers"),
+            "stage_layers": (*recorded, "quantization", "tensor_parallel", "memory_budget_gib"),
+            "tensor_parallel": (*recorded, "device", "quantization"),
+            "memory_budget_gib": (*recorded, "quantization", "tensor_parallel"),
+        }
+        for name, others in clashes.items():
+            value, clashing = getattr(self, name), [other for other in others if getattr(self, other)]
+            if value not in (None, False) and clashing:
+                what = name if value is True else f"{name} is {value}, which"
+                raise ValueError(f"{what} doesn't work together with {' and '.join(clashing)}; leave one out")
