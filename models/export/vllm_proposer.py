@@ -43,6 +43,8 @@ CHAINS: dict[str, Callable[[int], dict[str, Any]]] = {
     "block": lambda length: {"depth": length, "width": 1, "tree_nodes": length},
 }
 """Drafting options of a chain, by kind."""
+READ_LAYERS = ("block",)
+"""Kinds that read several layers of the target, at all tokens."""
 LOOKUPS = ("suffix", "prompt_lookup")
 """Drafters that read the text alone. Recycling reads the target's logits, which vLLM doesn't keep."""
 
@@ -84,7 +86,11 @@ class Proposer:
         self.parts, self.length = parse_drafter_name(name).parts, vllm_config.speculative_config.num_speculative_tokens
         self.dtype, self.vllm_config = vllm_config.model_config.dtype, vllm_config
         for part in self.parts:
-            _require_chains(part)
+            if _drafting_kind(part) in READ_LAYERS and vllm_config.cache_config.enable_prefix_caching:
+                raise ValueError(
+                    f"{part.folder} reads layers of the target at all tokens of a request, and vLLM doesn't compute those that "
+                    "it finds in its prefix cache; serve with --no-enable-prefix-caching"
+                )
         if sum(part.folder is not None for part in self.parts) > 1:
             raise ValueError(f"{OPTION} is {name}, with two trained drafters, and this proposer takes one")
         self.trained: Any = None
@@ -120,27 +126,18 @@ class Proposer:
         if saved.kind == "redrafter":  # its head was saved, and vLLM may divide the target's among processes
             spec = replace(spec, config=replace(spec.config, head_init="random"))
         target = ServedTarget(embed_tokens, trained_for)
-        if saved.kind == "block":
+        if saved.kind in READ_LAYERS:
+            if not hasattr(target_model, "set_aux_hidden_state_layers"):
+                raise ValueError(
+                    f"{folder} reads layers of the target, and vLLM's {type(target_model).__name__} doesn't give them (it has "
+                    "no EAGLE-3 interface); serve a redrafter"
+                )
             head = None if spec.config.draft_vocab_size is not None else self._head(folder, target_model)
-            self._require_layers(folder, target_model)
             target = ServedTarget(embed_tokens, trained_for, config=self.vllm_config.model_config.hf_config, head=head)
         drafter = drafter_of_weights(spec, folder, target).eval().requires_grad_(False)
         for parameter in drafter.parameters():
             parameter.data = parameter.data.to(self.dtype)
         return drafter.to(embed_tokens.weight.device)
-
-    def _require_layers(self, folder: Path, target_model: Any) -> None:
-        """Raise ValueError if vLLM wouldn't give the inputs of the target's layers at all tokens."""
-        if self.vllm_config.cache_config.enable_prefix_caching:
-            raise ValueError(
-                f"{folder} reads layers of the target at all tokens of a request, and vLLM doesn't compute those that it finds "
-                "in its prefix cache; serve with --no-enable-prefix-caching"
-            )
-        if not hasattr(target_model, "set_aux_hidden_state_layers"):
-            raise ValueError(
-                f"{folder} reads layers of the target, and vLLM's {type(target_model).__name__} doesn't give them (it has no "
-                "EAGLE-3 interface); serve a redrafter"
-            )
 
     def _head(self, folder: Path, target_model: Any) -> Float[torch.Tensor, "row hidden"]:
         """Return the weights of the target's output layer. Raises ValueError if this process has only a part of them."""
@@ -238,8 +235,8 @@ class Proposer:
         return [row.tokens for row in draft.rows]
 
 
-def _require_chains(part: DrafterPart) -> None:
-    """Raise ValueError for a part that this proposer can't draft with."""
+def _drafting_kind(part: DrafterPart) -> str:
+    """Return a part's kind. Raises ValueError if this proposer can't draft with it."""
     if part.folder is None:
         kind, fits = part.name, part.name in LOOKUPS
     else:
@@ -251,6 +248,7 @@ def _require_chains(part: DrafterPart) -> None:
             f"{part.folder or part.name} is of the kind {kind}, and this proposer drafts with {', '.join(LOOKUPS)}, and "
             f"{' or '.join(CHAINS)} that has its own heads: vLLM loads other kinds from exports (outrider export --to vllm)"
         )
+    return kind
 
 
 @cache
