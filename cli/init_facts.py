@@ -54,6 +54,8 @@ SIZES = {
 """Sizes of a model, each with its names in the configurations of other families: of GPT-2, BLOOM, MPT, Nemotron-H and so on."""
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Keys of configurations that count the layers of MTP heads."""
+ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+"""Kinds of layers without a state. A hybrid that has no others keeps the keys of its family."""
 RECURRENT_KEYS = (
     *("conv_L_cache", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_attn_config", "mamba_", "ssm_"),
     "state_size",
@@ -176,6 +178,9 @@ def _size(config: Mapping[str, Any], name: str) -> int | None:
 
 def is_recurrent(config: Mapping[str, Any]) -> bool:
     """Return whether a model's configuration says that it has recurrent layers."""
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and kinds and set(map(str, kinds)) <= ATTENTION_KINDS:
+        return False
     return any(name.startswith(RECURRENT_KEYS) and bool(value) for name, value in config.items())
 
 

@@ -30,7 +30,7 @@ from ..models.drafters import NullDrafter, build_drafter
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.saved.folder import WEIGHTS_FILE
 from ..models.llm.hf_target import HFTarget
-from ..models.machine import is_out_of_memory
+from ..models.machine import is_ours, is_out_of_memory
 from ..train.batches import require_packing, target_reads, with_hidden_states
 from ..train.parallel import needs_whole_copy
 from ..train.setup import make_objective, validation_room
@@ -49,8 +49,8 @@ each depth."""
 LEAST_LINEAR = 0.5
 """Share of a target's weights in linear layers below which its work isn't known by them."""
 FIRST_TOKEN = 3
-RAW_ERRORS = (TypeError, AttributeError, LookupError, NotImplementedError, ArithmeticError, AssertionError, RuntimeError)
-"""Errors that name no remedy. A ValueError is a message of the project, and passes unchanged."""
+RAW_ERRORS = (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, ValueError)
+"""Errors that name no remedy. A ValueError of the project is a message, and passes unchanged."""
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def works_together(target: HFTarget, kind: str | None = None) -> Iterator[None]:
     try:
         yield
     except RAW_ERRORS as error:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or (isinstance(error, ValueError) and is_ours(error)):
             raise
         model, text = type(target.model).__name__, " ".join(f"{type(error).__name__}: {error}".split())
         if kind is None:

@@ -85,6 +85,14 @@ OUT_OF_MEMORY_TEXTS = (
 MAX_CHAINED_ERRORS = 16
 
 
+def is_ours(error: BaseException) -> bool:
+    """Return whether code of this package raised an error, and not a library that it called."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == __name__.partition(".")[0]
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether this error, or one in its chain, is a failed allocation of memory."""
     return find_out_of_memory(error) is not None

@@ -17,6 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Rot
 
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers, decoder_of, layer_configs
+from ..llm.recurrent_states import find_mixers
 from ..llm.tree_attention import FULL
 from ..llm.tree_attention import IMPLEMENTATION as GROUPED_HEADS
 from .branches import Entries
@@ -24,8 +25,9 @@ from .shared_options import FORM_OPTIONS
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 """Modules that a layer must consist of. Another norm would have an unknown position."""
+ATTENTION = [f"{name}_proj" for name in ("q", "k", "v", "o")]
 PROJECTIONS = {
-    *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")),
+    *(f"self_attn.{name}" for name in ATTENTION),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
 }
 
@@ -115,7 +117,7 @@ def make_layer(target: HFTarget, input_width: int, form: Mapping[str, Any] | Non
     # embeddings.
     layer = target.layer_template()
     names = {name for name, _ in layer.named_modules()} if layer else set()
-    if layer is None or {name for name in names if name and "." not in name} != LAYER_PARTS or not names >= PROJECTIONS:
+    if layer is None or {name for name in names if name and "." not in name} != LAYER_PARTS or not names >= PROJECTIONS or find_mixers(layer):
         raise ValueError(
             f"the decoder layers of {type(target.model).__name__} don't consist of attention (q, k, v and o projections), a "
             "gated MLP and a norm before each, so this drafter can't copy their architecture; name another one with "
@@ -166,6 +168,13 @@ def make_full_layer(target: HFTarget) -> Any:
 def _widened(make: Any, config: Any, input_width: int) -> Any:
     config._attn_implementation = IMPLEMENTATION
     layer = make(config, layer_idx=0)
+    others = [name for name, part in layer.self_attn.named_children() if isinstance(part, nn.Linear) and name not in ATTENTION]
+    if others and input_width != config.hidden_size:
+        raise ValueError(
+            f"the attention of {make.__name__} has {others[0]} beside its usual projections, and this drafter's layer reads wider "
+            "vectors than the target's; name another form with drafter.layer={model_type: llama} and drafter.init=random, or "
+            "choose another drafter, such as redrafter"
+        )
     for projection in ("q_proj", "k_proj", "v_proj"):
         old = getattr(layer.self_attn, projection)
         setattr(layer.self_attn, projection, nn.Linear(input_width, old.out_features, bias=old.bias is not None))

@@ -143,7 +143,13 @@ class FeatureDrafter(CachedDrafter):
     def _rotation(self, like: torch.Tensor, positions: Int[torch.Tensor, "rows seq"]) -> Rotation:
         """Return the rotary embeddings of positions, in the type of `like`."""
         rotary: Any = self.own_rotary or self._target_parts[1]
-        cos, sin = rotary(like, positions, **self._rotary_options)
+        rotations = rotary(like, positions, **self._rotary_options)
+        if not isinstance(rotations, tuple):
+            raise ValueError(
+                f"{type(rotary).__name__} rotates by complex numbers, and this drafter's layer by pairs of sines and cosines; "
+                "choose another drafter, such as redrafter"
+            )
+        cos, sin = rotations
         return cos, sin
 
     def _read(

@@ -184,13 +184,18 @@ def _find(stored: Stored, target: HFTarget) -> Head | None:
     return Head.find(stored, target.model.config.get_text_config().num_hidden_layers)
 
 
-def find_head(stored: Stored, target: HFTarget, where: str) -> Head:
+def find_head(
+    stored: Stored,
+    target: HFTarget,
+    where: str,
+    remedy: str = "Set drafter.init=random to train one from random weights, or choose another drafter",
+) -> Head:
     """Find the MTP head among tensors of files. Raises ValueError if there is none."""
     head = _find(stored, target)
     if head is None:
         raise ValueError(
             f"{where} has no MTP head: no tensors as in the checkpoints of {'; '.join(layout.families for layout in LAYOUTS)}. "
-            "Set drafter.init=random to train one from random weights, or choose another drafter"
+            f"{remedy}"
         )
     return head
 

@@ -39,6 +39,7 @@ from ..llm.weight_files import INDEX_FILE, SHARD_NAME, SINGLE_FILE, read_folder,
 from .folders import NOTE_FILE, Folder
 from .formats import FolderContents, Format, Tensors
 
+NO_PLACE = "Engines look for a head there, so this one can't be exported: leave mtp out of export.formats"
 FILE = "model-mtp{}.safetensors"
 """Name of the file of the head; with a number where the target has a file of that name."""
 WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
@@ -53,7 +54,7 @@ def write(drafter: Mtp, target: HFTarget) -> FolderContents:
     """
     stored = own_weights(target)
     folder = next(iter(stored.values())).path.parent
-    head, blocks = find_head(stored, target, str(folder)), configured_blocks(target)
+    head, blocks = find_head(stored, target, str(folder), NO_PLACE), configured_blocks(target)
     tensors: Tensors = {}
     for place in head.places(drafter.state_dict()):
         values, dtype = place.written(), stored[place.name].dtype

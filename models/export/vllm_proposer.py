@@ -255,19 +255,20 @@ def _drafting_kind(part: DrafterPart) -> str:
 def _give_states_to_proposers() -> None:
     """Let vLLM's runner give its hidden states to a proposer of ours. Raises RuntimeError for another vLLM."""
     runner: Any = import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
-    load, fits, original = runner.load_model, runner._input_fits_in_drafter, runner.propose_draft_token_ids
+    set_up, fits = runner._setup_eagle3_aux_hidden_state_outputs, runner._input_fits_in_drafter
+    original = runner.propose_draft_token_ids
     signature = inspect.signature(original)
     if missing := [name for name in NEEDED if name not in signature.parameters]:
         raise RuntimeError(
             f"this vLLM's propose_draft_token_ids has no {' and no '.join(missing)}; the proposer was written for vLLM 0.32"
         )
 
-    def load_model(self: Any, *arguments: Any, **named: Any) -> None:
-        load(self, *arguments, **named)
+    def set_up_layers(self: Any) -> None:  # the last that the loading of the target does
+        set_up(self)
         if isinstance(getattr(self, "drafter", None), Proposer) and self.drafter.texts is not None:
             self.use_aux_hidden_state_outputs = True
 
-    def _input_fits_in_drafter(self: Any, metadata: Any) -> bool:
+    def fits_in_drafter(self: Any, metadata: Any) -> bool:
         # One request at the end of the context window would hide a step of all others from the proposer.
         return fits(self, metadata) or (metadata is not None and isinstance(getattr(self, "drafter", None), Proposer))
 
@@ -286,5 +287,5 @@ def _give_states_to_proposers() -> None:
                 self.drafter.texts.receive(features, steps, self.requests)
         return original(self, *arguments, **named)
 
-    runner.load_model, runner._input_fits_in_drafter = load_model, _input_fits_in_drafter
+    runner._setup_eagle3_aux_hidden_state_outputs, runner._input_fits_in_drafter = set_up_layers, fits_in_drafter
     runner.propose_draft_token_ids = propose_draft_token_ids

@@ -137,8 +137,8 @@ def with_hidden(output: Any, hidden: Hidden) -> Any:
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
-def find_mixers(model: PreTrainedModel) -> list[Mixer]:
-    """Return the mixers of a model, in the order of its modules; empty for a model without recurrent layers."""
+def find_mixers(model: nn.Module) -> list[Mixer]:
+    """Return the mixers of a model or layer, in the order of its modules; empty if it has no recurrent layers."""
     return [Mixer(module) for module in model.modules() if _is_mixer(type(module))]
 
 

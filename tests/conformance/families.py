@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedModel
 
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, generate
@@ -15,7 +16,7 @@ from outrider.models.llm.pretrained import auto_class
 
 VOCAB = 100
 PROMPTS = [list(range(3, 12)), [50, 51, 52, 53, 54, 55, 56], [97, 3, 14, 15, 92, 65, 35, 89, 79, 32, 38]]
-SIZES: dict[str, Any] = {
+NUMBERS: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -24,10 +25,8 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
 }
+SIZES = {**NUMBERS, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6}
 EXPERTS = {
     "num_experts": 4,
@@ -76,6 +75,7 @@ CONV_AND_WINDOW = {
     "conv_L_cache": 3,
     "sliding_window": 6,
 }
+VISION = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
 PER_LAYER = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}
 
 BRANCHES: dict[str, dict[str, Any]] = {
@@ -83,6 +83,11 @@ BRANCHES: dict[str, dict[str, Any]] = {
         ("smollm3", "apertus", "seed_oss", "hunyuan_v1_dense", "ernie4_5", "bitnet", "nanochat", "ministral3"), SIZES
     ),
     **dict.fromkeys(("dots1", "glm4_moe", "minimax_m2", "hy_v3"), EXPERTS),
+    "internlm3": SIZES,
+    "minimax_m3_vl_text": EXPERTS,
+    "gemma4_unified_text": WINDOW,
+    "kimi_k25": {"text_config": {**SIZES, **EXPERTS, **LATENT, "model_type": "deepseek_v3"}, "vision_config": VISION},
+    "step3p7": {"text_config": {**NUMBERS, **EXPERTS, **WINDOW}, "vision_config": VISION},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 1},
     "gemma4_text": {**WINDOW, **PER_LAYER, "global_head_dim": 16, "num_kv_shared_layers": 2},
     **dict.fromkeys(("exaone4", "olmo3", "granite_swa"), WINDOW),
@@ -200,6 +205,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "own code in transformers failed",
     ),
+    **dict.fromkeys(("mamba", "falcon_mamba", "xlstm"), ({}, "own code in transformers failed")),
+    "glm5_next": (
+        {
+            "text_config": {
+                **NUMBERS,
+                **EXPERTS,
+                **LATENT,
+                **LINEAR,
+                **INDEX,
+                "qk_rope_head_dim": 0,
+                "index_topk": 16,
+            },
+            "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32},
+        },
+        "own code in transformers failed",
+    ),
     **dict.fromkeys(("inkling_text", "inkling2_text"), ({}, "layers of type hybrid_sliding")),
     "deepseek_v4": (EXPERTS, "layers of type compressed_sparse_attention"),
 }
@@ -211,7 +232,9 @@ def make_family(name: str) -> PreTrainedModel:
     options = BRANCHES.get(name) or ALONG_THE_TEXT.get(name) or REFUSED.get(name, ({},))[0]
     config = AutoConfig.for_model(name, **(options if "text_config" in options else SIZES | options))
     for part in (config, config.get_text_config()):
-        part.bos_token_id = part.eos_token_id = part.pad_token_id = None
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            with suppress(StrictDataclassError):  # some families must have one
+                setattr(part, key, None)
     torch.manual_seed(0)
     build = auto_class(config)
     supports_sdpa = build._model_mapping[type(config)]._supports_sdpa
