@@ -117,7 +117,8 @@ def make_layer(target: HFTarget, input_width: int, form: Mapping[str, Any] | Non
     # embeddings.
     layer = target.layer_template()
     names = {name for name, _ in layer.named_modules()} if layer else set()
-    if layer is None or {name for name in names if name and "." not in name} != LAYER_PARTS or not names >= PROJECTIONS or find_mixers(layer):
+    is_plain = {name for name in names if name and "." not in name} == LAYER_PARTS and names >= PROJECTIONS
+    if layer is None or not is_plain or find_mixers(layer):
         raise ValueError(
             f"the decoder layers of {type(target.model).__name__} don't consist of attention (q, k, v and o projections), a "
             "gated MLP and a norm before each, so this drafter can't copy their architecture; name another one with "
@@ -171,9 +172,9 @@ def _widened(make: Any, config: Any, input_width: int) -> Any:
     others = [name for name, part in layer.self_attn.named_children() if isinstance(part, nn.Linear) and name not in ATTENTION]
     if others and input_width != config.hidden_size:
         raise ValueError(
-            f"the attention of {make.__name__} has {others[0]} beside its usual projections, and this drafter's layer reads wider "
-            "vectors than the target's; name another form with drafter.layer={model_type: llama} and drafter.init=random, or "
-            "choose another drafter, such as redrafter"
+            f"the attention of {make.__name__} has {others[0]} beside its usual projections, and this drafter's layer reads "
+            "wider vectors than the target's; name another form with drafter.layer={model_type: llama} and "
+            "drafter.init=random, or choose another drafter, such as redrafter"
         )
     for projection in ("q_proj", "k_proj", "v_proj"):
         old = getattr(layer.self_attn, projection)

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import nn
 from torch.nn.functional import pad
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 
 from ...data.device import to_device
 from .cache_columns import copied_to_host

@@ -27,6 +27,10 @@ from ..tiny_models import IDENTITY
 from .families import ALONG_THE_TEXT, BRANCHES, PROMPTS, REFUSED, VOCAB, decode, make_family
 
 NUM_NEW, HORIZON = 12, 4
+NOT_COPIED = [
+    *(("bailing_hybrid", kind, "don't consist of attention") for kind in ("eagle", "eagle3")),
+    ("laguna", "eagle3", "attention of LagunaDecoderLayer has g_proj beside its usual projections"),
+]
 QUICK = {"gemma4_text", "gpt_oss", "deepseek_v3", "qwen3_5_text", "falcon_h1", "rwkv"}
 
 
@@ -167,3 +171,22 @@ def test_a_configuration_says_whether_a_family_has_recurrent_layers(name, tmp_pa
     model.config.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert is_recurrent(config | config.get("text_config", {})) == bool(find_mixers(model))
+
+
+@pytest.mark.parametrize(("name", "kind", "message"), NOT_COPIED)
+def test_layers_that_a_drafter_cant_copy_are_refused_by_name(name, kind, message, target_of):
+    """The first layer has a state and the names of attention, or reads its input once more."""
+    with pytest.raises(ValueError, match=message):
+        build_drafter(parse_drafter({"kind": kind, "init": "random", "depth": 3, "tree_nodes": 8}), target_of(name))
+
+
+def test_a_hybrid_without_recurrent_layers_is_labelled_with_branches() -> None:
+    kinds = {"layer_types": ["full_attention"] * 2, "mamba_n_heads": 8}
+    assert not is_recurrent(kinds)
+    assert is_recurrent({**kinds, "layer_types": ["mamba", "full_attention"]})
+    assert is_recurrent({"mamba_n_heads": 8})
+
+
+def test_labels_of_a_family_with_a_cache_of_its_own_are_one_clear_error(target_of):
+    with pytest.raises(ValueError, match="can't decode branches: its own code in transformers failed with them; set distill"):
+        require_branch_attention(target_of("minimax"), 32)
