@@ -293,7 +293,7 @@ def measure(
     target.choose_linears()
     tokens, decoding_ends = min(config.eval.max_new_tokens, MOST_TOKENS), time.monotonic() + (1 - STEPS_SHARE) * seconds
     decoding: dict[str, Any] = {"max_new_tokens": tokens, "batch_size": DECODED_TOGETHER}
-    rules = {temperature: acceptance_rule("exact", temperature, target) for temperature in temperatures}
+    rules = {temperature: acceptance_rule(config.eval.acceptance, temperature, target) for temperature in temperatures}
     certainty: dict[float, list[Certainty]] = {temperature: [] for temperature in temperatures}
     plain: dict[MethodKey, list[Steps]] = {(label, temperature): [] for label in paced for temperature in temperatures}
     steps: dict[MethodKey, list[list[Steps]]] = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from statistics import median
 from typing import Any
 
 from rich import box
@@ -42,8 +43,8 @@ def print_forecast(
             table.add_row(escape(group.category), *numbers, *(f"{group.free[label]:.2f}" for label in free))
         console.print(table)
         # 2. Tokens per step.
-        sizes = [f"{labels:,}" for labels in measured.num_labels]
-        later = [f"{total_labels * multiple:,.0f}" for multiple in MULTIPLES]
+        sizes = [_number(labels) for labels in measured.num_labels]
+        later = [_number(total_labels * multiple) for multiple in MULTIPLES]
         table = table_of(f"Tokens per step by labels: measured, then forecast [90 %] ({at})", "drafter", *sizes, *later)
         for one in here:
             if one.is_trained:
@@ -51,6 +52,8 @@ def print_forecast(
                 table.add_row(escape(one.label), *reached, *map(cell, one.tokens_per_step.values()))
         console.print(table)
         # 3. Speedups.
+        if is_noisy(measured):
+            continue
         batches = list(measured.seconds)
         columns = [f"batch {size}" for size in batches]
         table = table_of(f"Speedup with the recipe's data, and tokens per step that break even ({at})", "drafter", *columns)
@@ -62,13 +65,13 @@ def print_forecast(
     # 4. Steps, hours, and the verdict.
     table = table_of("Milliseconds of a step (of the draft)", "drafter", *(f"batch {size}" for size in measured.seconds))
     for label in next(iter(measured.seconds.values())):
-        cells = [f"{1e3 * min(one[label].steps):.1f} ({1e3 * one[label].draft:.1f})" for one in measured.seconds.values()]
+        cells = [f"{1e3 * median(one[label].steps):.1f} ({1e3 * one[label].draft:.1f})" for one in measured.seconds.values()]
         table.add_row(escape(label), *cells)
     console.print(table)
     if is_noisy(measured):
         console.print(
-            "[bold red]The machine was noisy[/]: steps of the same method took different times in different turns, so the "
-            "speedups can't be trusted. Forecast again when nothing else runs.",
+            "[bold red]The machine was noisy[/]: steps of the same method took different times in different turns, so "
+            "no speedup can be told. Forecast again when nothing else runs.",
             soft_wrap=True,
         )
     hours = ", ".join(f"{multiple:g}x the data {format_time(seconds * multiple)}" for multiple in MULTIPLES)
@@ -87,6 +90,11 @@ def table_of(title: str, first: str, *columns: str) -> Table:
     return table
 
 
+def _number(labels: float) -> str:
+    """Write a number of labels so that it fits a narrow column."""
+    return f"{labels:,.0f}" if labels < 1e6 else f"{labels / 1e6:,.1f}M"
+
+
 def cell(interval: Interval) -> str:
     """Return an interval on two lines, which fit a narrow column."""
     return f"{interval.value:.2f}\n[{interval.low:.2f}, {interval.high:.2f}]"
@@ -103,7 +111,7 @@ def record_of(measured: Measured, forecasts: Sequence[MethodForecast], total_lab
         "num_prompts": len(measured.prompts),
         "forecasts": [asdict(one) for one in forecasts],
         "is_noisy": is_noisy(measured),
-        "verdicts": {temperature: verdict(forecasts, temperature) for temperature in measured.certainty},
+        "verdicts": {} if is_noisy(measured) else {at: verdict(forecasts, at) for at in measured.certainty},
         "environment": asdict(describe_environment(target.device, target.linears)),
         "step_seconds": {size: {label: asdict(one) for label, one in by.items()} for size, by in measured.seconds.items()},
     }

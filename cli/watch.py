@@ -14,6 +14,8 @@ from ..data.fields import OPTIONS
 if TYPE_CHECKING:
     from ..eval.results.watch import Change
 
+MOST_ROWS = 24
+"""Categories that are shown: those that fell, then those with the most requests."""
 Z = 1.96
 """Standard deviations of a 95 % interval."""
 
@@ -40,7 +42,7 @@ def watch_command(options: WatchOptions) -> None:
     Exits with status 1 if tokens per step fell in the last week: of all requests, or of a category.
     """
     from ..data.raw_records import record_files
-    from ..eval.results.watch import watch
+    from ..eval.results.watch import LEAST_CONVERSATIONS, watch
 
     found = watch([file for log in options.logs for file in record_files(log)], options.category)
     weeks, last, changes = found.weeks(), found.last_week(), found.changes()
@@ -61,7 +63,7 @@ def watch_command(options: WatchOptions) -> None:
     table = Table("Week", "Requests", "Questions", "Tokens per step [95 %]", box=box.SIMPLE)
     for week, sums in weeks.items():
         low, high = sums.interval(Z)
-        interval = f" [{low:.2f}, {high:.2f}]" if sums.num_conversations > 1 else ""
+        interval = f" [{low:.2f}, {high:.2f}]" if sums.num_conversations >= LEAST_CONVERSATIONS else ""
         table.add_row(week, f"{sums.count:,}", f"{sums.num_conversations:,}", f"{sums.ratio:.2f}{interval}")
     console.print(table)
     if changes:
@@ -79,12 +81,15 @@ def watch_command(options: WatchOptions) -> None:
 
 def _changes(changes: "list[Change]", last: str, fall: float) -> Table:
     table = Table("Category", f"In {last}", "Tokens per step", "Of those before", "", box=box.SIMPLE)
-    for change in changes:
+    shown = sorted(changes, key=lambda change: (change.category != "", not change.fell(fall), -change.last.count))
+    for change in shown[:MOST_ROWS]:
         table.add_row(
             escape(change.category or "all"),
             f"{change.last.count:,}",
             f"{change.last.ratio:.2f}",
-            f"{change.ratio:.2f} [{change.low:.2f}, {change.high:.2f}]",
+            f"{change.ratio:.2f}" + (f" [{change.low:.2f}, {change.high:.2f}]" if change.has_enough else ""),
             "fallen" if change.fell(fall) else "" if change.has_enough else "too few",
         )
+    if len(shown) > MOST_ROWS:
+        table.caption = f"and {len(shown) - MOST_ROWS} more categories"
     return table

@@ -46,7 +46,7 @@ def _is_address(match: re.Match[str]) -> bool:
 
 def _has_letter(match: re.Match[str]) -> bool:
     """Check that a secret's value has a letter: limits of tokens are numbers."""
-    return re.search("[A-Za-z]", re.split(r"[:=>]\s*|\bis ", match[0])[-1]) is not None
+    return re.search("[A-Za-z]", re.split(r"[:=>]\s*|\bis ", match[0], maxsplit=1)[-1]) is not None
 
 
 def _is_mixed(match: re.Match[str]) -> bool:
@@ -55,7 +55,7 @@ def _is_mixed(match: re.Match[str]) -> bool:
 
 
 PASSWORDS = "(?:passwords?|passwd|passphrase|pwd)"
-SECRETS = "(?:secret|token|api[_-]?key|access[_-]?key|private[_-]?key)"
+SECRETS = "(?:secret(?:[_ -]?key)?|token|api[_ -]?key|access[_ -]?key|account[_ -]?key|private[_ -]?key|pass)"
 SIGN, QUOTED = r"[\"'\\]{0,2}\s{0,3}(?:=>|[:=]|is:|>|is(?= \S*\d))\s{0,3}", r"\\?[\"'][^\"'\n]{4,200}[\"']"
 NAME = "[A-Za-z0-9_-]"
 PRIVATE: tuple[tuple[str, re.Pattern[str], Callable[[re.Match[str]], bool]], ...] = tuple(
@@ -64,7 +64,7 @@ PRIVATE: tuple[tuple[str, re.Pattern[str], Callable[[re.Match[str]], bool]], ...
         ("key", r"(?s)-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [A-Z ]{0,30}-----|\Z)", None),
         (
             "key",
-            rf"\b(?:sk|pk|rk|whsec)[-_](?={NAME}{{0,60}}\d){NAME}{{16,}}|\b(?:AKIA|ASIA)[0-9A-Z]{{16}}\b|\bAIza[\w-]{{30,}}",
+            rf"\b(?:(?:sk|pk|rk|whsec)[-_](?={NAME}{{0,60}}\d)|sk-(?:ant|or|proj|svcacct)-){NAME}{{16,}}|\b(?:AKIA|ASIA)[0-9A-Z]{{16}}\b|\bAIza[\w-]{{30,}}",
             None,
         ),
         (
@@ -75,15 +75,16 @@ PRIVATE: tuple[tuple[str, re.Pattern[str], Callable[[re.Match[str]], bool]], ...
         ("key", r"(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?|\bhooks\.slack\.com/services/[\w/]{8,}", None),
         ("key", r"(?i)(?<=\bbearer )(?=[\w.~+/-]{0,200}\d)[\w.~+/-]{12,}=*|(?<=\bAuthorization: Basic )[\w+/-]{6,}=*", None),
         ("password", rf"(?i){PASSWORDS}{SIGN}(?:{QUOTED}|[^\s\"',;()<>]{{4,}})|--password[ =]\S{{4,}}", None),
+        ("password", r"(?<=\s-u )[\w.@-]{1,100}:\S{1,100}|(?i:(?<=\bcookie: )[^\n\"']{8,4000})", None),
         ("password", rf"(?i)(?<![a-z]){SECRETS}{SIGN}(?:{QUOTED}|(?=[\w+/=-]{{0,200}}\d)[\w+/=-]{{8,}})", _has_letter),
         ("address", r"\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@]{0,100}:[^\s/]{1,100}@", None),
         ("e-mail", r"[\w.+-]{1,64}@(?:[\w-]{1,63}\.){1,5}[A-Za-z]{2,24}\b(?!\()", None),
         ("address", r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.]*\d)", _is_address),
         ("address", r"(?<![\w:.])(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?![\w:])", _is_address),
-        ("number", r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){3,7}(?: ?[A-Z0-9]{1,3})?\b", _is_account),
+        ("number", r"(?i)\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){3,7}(?: ?[A-Z0-9]{1,3})?\b", _is_account),
         ("number", r"(?<![\w.])[1-9](?:[ -]?\d){12,18}(?![\w.]*\d)", _is_card),
-        ("number", r"(?<!\w)\+\d\d(?:[ ()./-]{0,2}\d){7,13}(?!\d)", None),
-        ("key", r"(?<![0-9A-Za-z])[0-9a-fA-F]{32,}+(?![0-9A-Za-z])", None),
+        ("number", r"(?<!\w)\+[1-9](?:[ ()./-]{0,2}\d){7,14}(?!\d)", None),
+        ("key", r"(?<![0-9A-Za-z])(?:0x)?[0-9a-fA-F]{32,}+(?![0-9A-Za-z])", None),
         ("key", rf"(?<!{NAME}){NAME}{{32,}}+(?!\w)", _is_mixed),
     )
 )

@@ -186,17 +186,19 @@ def verdict(forecasts: Sequence[MethodForecast], temperature: float) -> str:
     # 1. Where training is worth it: surely faster than plain decoding.
     at = {size: [one for one in trained if size in one.speedup] for size in sizes}
     surest = {size: max(at[size], key=lambda one: one.speedup[size].low) for size in sizes}
-    worth = [size for size in sizes if surest[size].speedup[size].low > 1]
+    without = {size: max((one.speedup[size].value for one in free if size in one.speedup), default=0.0) for size in sizes}
+    gains = {size: surest[size].speedup[size] for size in sizes}
+    worth = [size for size in sizes if gains[size].low > 1 and gains[size].value > without[size]]
     first = worth[0] if worth else sizes[0]
     choice = surest[first] if worth else max(at[first], key=lambda one: one.speedup[first].value)
     speed = choice.speedup[first]
     told = f"{choice.label} will be about {speed} times as fast as plain decoding at batch size {first}"
-    if not worth and speed.high > 1:
+    if not worth and speed.low <= 1 < speed.high:
         text = f"Don't train it as it is: it may gain nothing. {told}"
     elif not worth:
         text = f"Don't train it: {told}"
     elif worth == sizes:
-        text = f"Train it: {told}" + (f"; no more than {sizes[-1]} was timed" if len(sizes) == 1 else "")
+        text = f"Train it: {told}; larger ones than {sizes[-1]} weren't timed"
     elif worth == sizes[: len(worth)]:
         text = f"Train it for batch sizes up to {worth[-1]}: {told}"
     else:

@@ -1,6 +1,6 @@
 """Whether a drafter may take another's place: an evaluation of both, compared on the same prompts."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ RUN_TIME = {kind: options.RUNTIME_FIELDS for kind, options in DRAFTER_OPTIONS.it
 """Options of drafting by kind. Two drafters are compared where these are equal, as saved or as set."""
 DOUBT = 5.0
 """Times the largest loss that the interval's lower bound may still be."""
-LEAST_PROMPTS = 4
+LEAST_PROMPTS = 20
 """Prompts of a suite below which nothing is concluded from it."""
 
 
@@ -30,7 +30,8 @@ class Change:
     num_prompts: int
     ratio: float
     low: float
-    """Lower bound of the ratio's 95 % interval, over prompts; 0 without one."""
+    """Lower bound of the ratio's interval, over prompts; 0 without one. All settings and temperatures of a suite are inside
+    theirs with 95 %, so the best of many isn't found by chance."""
     high: float
     speed: float
     """Seconds per token of the old drafter over those of the new one: above 1 the new one is faster."""
@@ -73,6 +74,7 @@ def changes(records: Iterable[EvalRecord], methods: Mapping[str, tuple[str, str]
         if record.method in sides and not record.profiled and record.pace is None:  # a paced draft depends on the clock
             setting, side = sides[record.method]
             groups[setting, record.suite, record.temperature][side].append(record)
+    num_tested = Counter(suite for _, suite, _ in groups)
     for (setting, suite, temperature), sides_of_group in groups.items():
         # A drafter that ran out of memory lacks answers.
         shared = set[Any].intersection(*({_answer(record) for record in answers} for answers in sides_of_group))
@@ -84,7 +86,7 @@ def changes(records: Iterable[EvalRecord], methods: Mapping[str, tuple[str, str]
         measured = np.array([prompt for prompt in sums.values() if prompt[:, 1].all()])  # [prompt, side, (tokens, steps)]
         if not len(measured):
             continue
-        ratio, interval = bootstrap(measured.transpose(1, 0, 2)[::-1], ratio_of_ratios, seed=0)
+        ratio, interval = bootstrap(measured.transpose(1, 0, 2)[::-1], ratio_of_ratios, seed=0, num_tested=num_tested[suite])
         low, high = interval or (0.0, float("inf"))
         speed, speeds = speedup(old, new, seed=0)
         yield Change(

@@ -19,6 +19,7 @@ from typing import Any
 
 import pandas as pd
 
+from ...data.paths import TRAINING_FREE_NAMES
 from ..records.records import ENDED, FULL, IN_REACH, NO_DRAFT, OUTSIDE, EvalRecord
 
 UNCERTAIN, FREE, RANKED, NOT_IN_VOCABULARY, NOT_LEARNED = "uncertain", "free", "ranked too low", "outside", "not learned"
@@ -148,6 +149,8 @@ class Explanation:
     """Tokens per step that the drafter's training estimated at its end, on its own texts; None if unknown."""
     has_other_template: bool = False
     """Whether the drafter was trained with another chat template."""
+    sources: tuple[str, ...] = ()
+    """Kinds of the drafters of the method."""
 
     @property
     def doubt(self) -> str | None:
@@ -219,7 +222,9 @@ def explain(
 
     Raises ValueError if no answer's drafts were recorded.
     """
-    rows = [step for record in records if record.drafts is not None for step in steps_of(record)]
+    traced = [record for record in records if record.drafts is not None]
+    rows = [step for record in traced for step in steps_of(record)]
+    kinds = {record.label: record.method.split()[0] for record in traced}
     if not rows:
         raise ValueError(
             "no answer's drafts were recorded: they are those of eval.profile_prompts, which is 0 here, or the evaluation is "
@@ -234,6 +239,7 @@ def explain(
                 _explained(f"{label}{place}", steps),
                 estimate=facts.get("tokens_per_step_estimate"),
                 has_other_template=facts.get("chat_template") not in (None, template),
+                sources=tuple(kinds[label].split("+")),
             )
         )
     return explanations
@@ -292,11 +298,15 @@ NUM_STEPS = 3
 
 def advice(explanation: Explanation) -> list[str]:
     """Return the next steps that could win most, with the tokens per step that each could bring at most."""
-    steps = []
+    steps, advised = [], dict(ADVICE)
+    if "suffix" in explanation.sources:  # it is merged already
+        del advised[FREE]
+    if {*explanation.sources} <= {*TRAINING_FREE_NAMES}:
+        advised[NOT_LEARNED] = "train a drafter on texts like these{where}, and merge it with this one: eval.merge"
     for cause in explanation.causes:
-        if cause.name in ADVICE:
+        if cause.name in advised:
             where = f" ({cause.where})" if cause.where else ""
-            steps.append((cause.most, ADVICE[cause.name].format(where=where)))
+            steps.append((cause.most, advised[cause.name].format(where=where)))
     if num_full := int((explanation.steps["end"] == FULL).sum()):
         most = float(explanation.steps["emitted"].sum() / max(1, len(explanation.steps) - num_full))
         steps.append((most, f"draft deeper: {num_full} drafts were right to their last token"))

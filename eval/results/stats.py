@@ -153,17 +153,18 @@ def processor_seconds_per_token(records: Sequence[EvalRecord]) -> float | None:
 
 
 def bootstrap(
-    sums: Shaped[np.ndarray, "*side unit 2"], statistic: Statistic, *, seed: int
+    sums: Shaped[np.ndarray, "*side unit 2"], statistic: Statistic, *, seed: int, num_tested: int = 1
 ) -> tuple[float, tuple[float, float] | None]:
     """Compute the statistic of the sums over all units, and its 95 % interval.
 
-    The interval is the percentile bootstrap over units. Fewer than two units have none.
+    The interval is the percentile bootstrap over units. Fewer than two units have none. All of `num_tested` such intervals
+    hold together with 95 % (Bonferroni).
     """
     num_units = sums.shape[-2]
     (point,) = statistic(np.ones((1, num_units), dtype=int) @ sums)
     if num_units < 2:
         return float(point), None
-    tail = 50 * (1 - CONFIDENCE)
+    tail = 50 * (1 - CONFIDENCE) / num_tested
     low, high = np.percentile(statistic(_resample_counts(seed, num_units) @ sums), [tail, 100 - tail])
     return float(point), (float(low), float(high))
 

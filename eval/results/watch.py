@@ -9,7 +9,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,18 +18,21 @@ from typing import Any
 from ...data.conversations import text_of
 from ...data.fields import MAX_COUNT
 from ...data.raw_records import line_of_record, read_records
-from ...data.traffic import kind_of_request, reply_of, request_of
+from ...data.traffic import kind_of_request, reply_of, request_of, without_private
 
 TIME_KEYS = ("timestamp", "time", "created_at", "created", "start_time", "startTime", "ts")
 FIRST_SECOND, MILLISECONDS_FROM = 946_684_800, 1e11
 """The year 2000: earlier numbers are no times. Numbers from the second bound on are milliseconds, and a thousand and a
 million times as large ones micro- and nanoseconds."""
-NO_COUNTS, NO_TIME = "requests without counts of drafts", "requests without a time, or with one in the future"
+NO_COUNTS = "requests without counts of drafts"
+NO_TIME = "requests without a time (seconds, or as 2026-11-25T12:00:00Z), or with one in the future"
 BAD_COUNTS = "requests with impossible counts of drafts"
 LEAST_CONVERSATIONS = 20
 """Conversations of a group on each side below which nothing is concluded from it."""
 CONFIDENCE = 0.95
 WORD = re.compile(r"[^\W\d_]+")
+NUMBER = re.compile(r"\d{9,}(?:\.\d*)?")
+"""Seconds, or parts of them, as text. Without a sign and with fewer digits it would be a date."""
 NUM_WORDS = 64
 """First words of a question by which repeated ones are found."""
 CATEGORY_CHARS = 40
@@ -86,11 +88,10 @@ def week_of(*bodies: Mapping[str, Any]) -> str | None:
 
 def _time(value: Any) -> datetime:
     """Return the time of a number or a text. Raises ValueError or TypeError for another value."""
-    if isinstance(value, str):
-        with suppress(ValueError):
-            value = datetime.fromisoformat(value)
+    if isinstance(value, str) and not NUMBER.fullmatch(value):
+        value = datetime.fromisoformat(value)
     if isinstance(value, datetime):
-        return value if value.tzinfo else value.replace(tzinfo=UTC)
+        value = (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
     seconds = float(value)
     while seconds >= MILLISECONDS_FROM and math.isfinite(seconds):
         seconds /= 1000
@@ -105,7 +106,8 @@ def category_of(record: Mapping[str, Any], request: Mapping[str, Any], key: str 
         for body in (record, request):
             for place in (body, body.get("metadata")):
                 if isinstance(place, Mapping) and isinstance(value := place.get(key), str | int) and value != "":
-                    return "".join(char if char.isprintable() else "?" for char in str(value)[:CATEGORY_CHARS])
+                    text = without_private(str(value), set())[:CATEGORY_CHARS]
+                    return "".join(char if char.isprintable() else "?" for char in text)
         return "(none)"
     return kind_of_request(bool(request.get("tools") or request.get("functions")), _question(request, last=True))
 
@@ -227,7 +229,8 @@ class Watch:
             sides = [key for key in keys if key[0] == week], [key for key in keys if key[0] < week]
             if all(sides):
                 pairs.append((category, self.sums(sides[0]), self.sums(sides[1])))
-        z = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2 / max(1, len(pairs)))  # Bonferroni
+        num_tested = sum(all(side.num_conversations >= LEAST_CONVERSATIONS for side in sides) for _, *sides in pairs)
+        z = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2 / max(1, num_tested))  # Bonferroni
         found = []
         for category, now, before in pairs:
             ratio, width = now.ratio / before.ratio, z * math.hypot(now.deviation, before.deviation)

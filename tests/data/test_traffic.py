@@ -42,6 +42,8 @@ SECRETS = {
         "-----BEGIN PGP PRIVATE KEY BLOCK-----\nlQOYBGbody\n-----END PGP PRIVATE KEY BLOCK-----",
         "https://hooks.slack.com/services/T000/B000/XXXXyyyy",
         "whsec_abcdefgh12345678",
+        "sk-proj-abcdefghijklmnopqrstuvwx",
+        "0x" + "ab12" * 16,
         "-----BEGIN RSA PRIVATE KEY-----\nMIIB\nabc/+=\n-----END RSA PRIVATE KEY-----",
     ],
     "e-mail": ["jane.doe+x@mail.example.co.uk", "a@b.io"],
@@ -53,7 +55,15 @@ SECRETS = {
         "fe80::1",
         "2001:db8::8a2e",
     ],
-    "number": ["4111 1111 1111 1111", "5500-0000-0000-0004", "DE89 3704 0044 0532 0130 00", "+49 (0)170 1234567"],
+    "number": [
+        "4111 1111 1111 1111",
+        "5500-0000-0000-0004",
+        "DE89 3704 0044 0532 0130 00",
+        "de89 3704 0044 0532 0130 00",
+        "+49 (0)170 1234567",
+        "+1 (415) 555-2671",
+        "+7 916 123-45-67",
+    ],
     "password": [
         "password: hunter22",
         "api_key='abcdefgh'",
@@ -62,6 +72,10 @@ SECRETS = {
         "DB_PASSWORD=supersecret",
         "userPassword: xyzzy1",
         "password => 'correct horse-battery'",
+        "DB_PASS=hunter2xyz",
+        "api key: abcdefgh1",
+        "SECRET_KEY='django-insecure-abc$%^'",
+        "AccountKey=abcdef0123/K1SZFPTOtr/KBHBeksoGMGw==",
     ],
 }
 HARMLESS = [

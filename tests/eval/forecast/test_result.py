@@ -58,7 +58,7 @@ def test_a_paced_drafters_speedup_is_that_of_prompts_alone():
     assert merge.break_even[1] == pytest.approx(1.5, rel=1e-3)  # 16.5 over 11 seconds
     assert merge.speedup[1].value == pytest.approx((1 + 20 * 0.1) / (1 + 20 * 0.1 * 1.5 / 2.4), rel=0.02)
     assert merge.speedup[1].low < merge.speedup[1].high
-    assert verdict([merge], 0.0).endswith("at batch size 1; no more than 1 was timed.")
+    assert verdict([merge], 0.0).endswith("at batch size 1; larger ones than 1 weren't timed.")
 
 
 def test_a_trained_drafters_curve_goes_on():
@@ -119,6 +119,14 @@ GOOD, SMALL, BAD = (1.8, 1.5, 2.1), (1.1, 0.9, 1.3), (0.7, 0.6, 0.8)
         (
             [of("A", BAD, SURE, BAD), of("A + F", BAD), of("F", GOOD, trained=False)],
             "^Train it for batch size 4 only: A will.*4.$",
+        ),
+        (
+            [of("A", SURE, SURE, SURE), of("F", GOOD, GOOD, GOOD, trained=False)],
+            "^Don't train it: A will be about 1.05 .* F, which needs no training, has 1.80 .* there already.$",
+        ),
+        (
+            [of("A", SURE, SURE, SURE), of("F", GOOD, trained=False)],
+            "^Train it for batch size 4, 16 only: A will be about 1.05",
         ),
     ],
 )

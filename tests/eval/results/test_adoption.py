@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -65,7 +66,23 @@ def test_a_change_is_the_ratio_of_tokens_per_step_on_the_same_prompts(make_recor
     assert [change.speed for change in found] == [pytest.approx(31 / 21)] * 2
 
 
-def change(suite: str, ratio: float, low: float, *, prompts: int = 10, setting: str = "s", speed: float = 1.0) -> Change:
+def test_the_best_of_many_settings_is_no_gain_by_chance(make_record: MakeRecord):
+    """With the same numbers, the interval of one setting of four is wider than that of one alone."""
+    numbers = np.random.default_rng(0)
+    records = [
+        make_record(suite="x", prompt_id=str(prompt), method=f"{side}{setting}", accepted_histogram=[0, *counts])
+        for prompt in range(20)
+        for side in "ab"
+        for counts in [numbers.integers(1, 9, 3).tolist()]
+        for setting in range(4)
+    ]
+    (alone,) = changes(records, {"0": ("a0", "b0")})
+    of_four = list(changes(records, {str(setting): (f"a{setting}", f"b{setting}") for setting in range(4)}))
+    assert all(change.low < alone.low < alone.high < change.high for change in of_four)
+    assert all(change.ratio == alone.ratio for change in of_four)
+
+
+def change(suite: str, ratio: float, low: float, *, prompts: int = 20, setting: str = "s", speed: float = 1.0) -> Change:
     measured = {"ratio": ratio, "low": low, "high": 2 * ratio - low, "speed": speed, "speed_high": speed + 0.05}
     return Change(setting=setting, suite=suite, temperature=0.0, num_prompts=prompts, **measured)
 
@@ -79,7 +96,7 @@ def change(suite: str, ratio: float, low: float, *, prompts: int = 10, setting: 
         ([change("own", 1.2, 1.1), change("mt_bench", 0.98, 0.9)], "mt_bench .* loses 2.0% of its tokens per step"),
         ([change("own", 1.2, 1.1), change("own", 0.995, 0.98, setting="t")], "own .*(t).* loses 0.5%"),
         ([change("own", 1.2, 1.1), change("mt_bench", 0.995, 0.9)], "mt_bench .* may lose 10.0%"),
-        ([change("own", 1.2, 1.1, prompts=3)], "own .* has 3 prompts, too few"),
+        ([change("own", 1.2, 1.1, prompts=19)], "own .* has 19 prompts, too few"),
         ([change("own", 1.2, 1.1, speed=0.95)], None),
         ([change("own", 1.2, 1.1, speed=0.9)], "own .* has 0.900 of the old one's speed"),
     ],
@@ -109,7 +126,7 @@ def evaluated(tiny_target, tiny_target_dir, tiny_drafter_dir, tmp_path_factory):
     for name, drafter in (("old", bad), ("new", good)):
         save_drafter(drafter, folder / name, tiny_target.identity)
     prompts = folder / "mine.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"write {number}"}) + "\n" for number in range(5)))
+    prompts.write_text("".join(json.dumps({"prompt": f"write {number}"}) + "\n" for number in range(20)))
     arguments = ["--target", tiny_target_dir, "--drafter", folder / "old", "--drafter", folder / "new", "--suite", prompts]
     result = invoke(["eval", *arguments, "--max-new-tokens", "12", "--repeats", "1", "--output", folder / "eval"])
     assert result.exit_code == 0, result.output
