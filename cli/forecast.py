@@ -120,10 +120,12 @@ def forecast(config: RunConfig, minutes: float) -> None:
         # 3. What they and plain decoding do with the evaluation's prompts.
         measured = measure(config, trained, target, prompts, seconds=ends - time.monotonic())
         # 4. Their curves, continued.
-        num_labels = label_store(labels).load().num_labels
-        total_labels = num_labels / (1.0 if sample.is_labelled else sample.share)
+        total_labels = label_store(labels).load().num_labels / (1.0 if sample.is_labelled else sample.share)
         forecasts = foresee(measured, total_labels, MULTIPLES, seed=config.seed)
-        print_forecast(config.eval, measured, forecasts, total_labels, sum(planner.seconds.values()), Console())
+        left = {
+            multiple: multiple * sum(planner.seconds.values()) for multiple in ((1.0,) if sample.is_labelled else MULTIPLES)
+        }
+        print_forecast(config.eval, measured, forecasts, total_labels, left, Console())
         write_json(folder / FILE, record_of(measured, forecasts, total_labels, planner))
         remove_folders(folder)
 

@@ -1,6 +1,6 @@
 """The page and the record of `outrider forecast`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -25,10 +25,13 @@ def print_forecast(
     measured: Measured,
     forecasts: Sequence[MethodForecast],
     total_labels: float,
-    seconds: float,
+    seconds: Mapping[float, float],
     console: Console,
 ) -> None:
-    """Print what a person acts on: what can be won, what steps cost, the curves, the speedups, and a sentence."""
+    """Print what a person acts on: what can be won, what steps cost, the curves, the speedups, and a sentence.
+
+    `seconds` are those that the recipe will take, by multiples of its data.
+    """
     names = ", ".join(suite.name for suite in config.suites)
     console.print(f"{len(measured.prompts)} prompts, first turns, of {escape(names)}.", soft_wrap=True)
     free = [one.label for one in forecasts if not one.is_trained and one.temperature == forecasts[0].temperature]
@@ -74,8 +77,9 @@ def print_forecast(
             "no speedup can be told. Forecast again when nothing else runs.",
             soft_wrap=True,
         )
-    hours = ", ".join(f"{multiple:g}x the data {format_time(seconds * multiple)}" for multiple in MULTIPLES)
-    console.print(f"What is left of labels and training: {hours}.", soft_wrap=True)
+    hours = ", ".join(f"{multiple:g}x the data {format_time(left)}" for multiple, left in seconds.items())
+    what = "labels and training" if len(seconds) > 1 else "the training, with the labels that are there"
+    console.print(f"What is left of {what}: {hours}.", soft_wrap=True)
     for temperature in config.temperatures if not is_noisy(measured) else ():
         at = f"At temperature {temperature:g}: " if len(config.temperatures) > 1 else ""
         console.print(f"[bold]{at}{escape(verdict(forecasts, temperature))}[/]", soft_wrap=True)

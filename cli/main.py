@@ -72,5 +72,7 @@ def unknown_command(name: str) -> str:
     """Return the message for an unknown command."""
     from difflib import get_close_matches
 
-    close = get_close_matches(name, COMMANDS, 1)
-    return f"there is no command {name}; {f'did you mean {close[0]}? ' if close else ''}The commands are: {', '.join(COMMANDS)}"
+    near = [command for command in COMMANDS if command.startswith(f"{name.split(' ')[0]} ")]
+    near = near or get_close_matches(name, COMMANDS, 1)
+    hint = f"; did you mean {' or '.join(near)}? The" if near else "; the"
+    return f"there is no command {name}{hint} commands are: {', '.join(COMMANDS)}"

@@ -22,6 +22,7 @@ from ...models.drafters import NullDrafter, load_drafter
 from ...models.drafters.graphed import graphed
 from ...models.drafters.merged import MergedConfig
 from ...models.drafters.saved.loading import LoadedDrafter
+from ...models.drafters.saved.low_rank import is_merged
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
 from ...models.drafters.streaming_merge import streaming_drafter
 from ...models.llm.graphed_rule import rule_beside
@@ -211,8 +212,11 @@ def _words(setting: dict[str, Any] | None) -> list[str]:
 def _distinct_parts(paths: Sequence[Path]) -> dict[Path, str]:
     """Reduce each path to the part that differs from the others.
 
-    This drops the folders above all paths, and a last folder that all paths share.
+    This drops the folders above all paths, and a last folder that all paths share. A low-rank change is merged in a cache,
+    of which only the last folder has a name that somebody gave.
     """
+    if changes := {path: path.name for path in paths if is_merged(path)}:
+        return {**_distinct_parts([path for path in paths if path not in changes]), **changes}
     if len(paths) < 2:
         return dict.fromkeys(paths, "")
     parts = [path.relative_to(os.path.commonpath(paths)).parts for path in paths]

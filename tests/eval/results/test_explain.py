@@ -167,14 +167,13 @@ def test_a_small_group_in_which_nearly_all_misses_are_is_named_before_a_large_on
 
 def test_steps_that_a_method_has_taken_are_not_advised(make_record):
     """Drafters without training learn nothing, and what is merged isn't merged again."""
-    again = [*"abcdeabcd"]
     free = traced(make_record, "mm", method="suffix+recycling tree_nodes=40", label="Suffix + Recycling")
     assert [step.split(":")[0] for step in advice(explain([free], {})[0])] == [
         "train a drafter on texts like these, and merge it with this one"
     ]
-    drafts = Drafts(prompt_ids=[1], accepted=[1] * 4, ends="mmmm", probabilities=[0.9] * 4, texts=again)
+    again = [1, 2, 3, 4, 5, 1, 2, 3, 4]
     for method, merge in (("redrafter", True), ("redrafter+suffix", False)):
-        record = make_record(method=method, label=method, accepted_histogram=[0, 4], drafts=drafts)
+        record = traced(make_record, "mmmm", method=method, label=method, token_ids=again)
         (explanation,) = explain([record], {})
         assert any(cause.name == FREE for cause in explanation.causes)
         assert any("merge free sources" in step for step in advice(explanation)) == merge
