@@ -8,7 +8,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from ..data.shards import label_store, read_shard, write_shard
 from ..data.types import DistilledExample
 from ..distill.regenerate.self_written import require_openings
 from ..eval.forecast.measure import (
+    PACED_SHARE,
     Certainty,
     ForecastPrompt,
     Steps,
@@ -35,6 +36,7 @@ from ..eval.forecast.measure import (
     decode,
     draw_prompts,
     in_turns,
+    is_too_long,
     plain_answers,
     step_seconds,
 )
@@ -75,8 +77,6 @@ SMALLER_STEPS = 4
 BATCH_SIZES = (1, 4, 16)
 LEAST_PROMPTS, MOST_PROMPTS, MOST_TOKENS, DECODED_TOGETHER = 4, 64, 128, 8
 """Prompts that are decoded, tokens of their answers, and prompts of a batch."""
-PACED_SHARE = 0.5
-"""Seconds of an answer with a paced drafter over those of plain decoding, about."""
 MOST_SHARDS, READ_SHARDS = 4, 16
 """Shards that a part is written to, and shards that the texts are drawn from."""
 
@@ -312,6 +312,11 @@ def measure(
         if not answered and is_too_long(steps, paced, is_trained, plain_seconds, decoding_ends):
             specs = [{name: spec for name, spec in part.items() if spec.label not in paced} for part in specs]
             steps, paced = {key: counts for key, counts in steps.items() if key[0] not in paced}, set()
+        if not answered:  # as many prompts as there is time for, but enough to tell something
+            rounds = sum(len(counts) * (len(batch) if key[0] in paced else 1) for key, counts in steps.items())
+            needed = rounds * PACED_SHARE * plain_seconds / len(batch) / len(temperatures)
+            batch = batch[: max(LEAST_PROMPTS, math.floor(len(batch) * (decoding_ends - time.monotonic()) / needed))]
+            certainty = {temperature: answers[: len(batch)] for temperature, answers in certainty.items()}
         name = f"prompts {answered + 1} to {answered + len(batch)}, all drafters"
         asked = [(n, spec) for n, part in enumerate(specs) for spec in part.values() if n == 0 or is_trained[spec.label]]
         with tqdm(total=len(batch) * sum(map(len, steps.values())), desc=name, unit="answer") as progress:
@@ -348,27 +353,6 @@ def measure(
         max_new_tokens=config.eval.max_new_tokens,
         num_decoded=tokens,
     )
-
-
-def is_too_long(
-    steps: Mapping[MethodKey, Sequence[Any]],
-    paced: Collection[str],
-    is_trained: Mapping[str, bool],
-    seconds: float,
-    ends: float,
-) -> bool:
-    """Return whether paced drafters can't answer one prompt after another in the time that is left, and log it.
-
-    `seconds` is what plain decoding takes for a round. They stay if nothing else is trained.
-    """
-    num_parts = {label: len(counts) for (label, _), counts in steps.items() if label in paced}
-    count = sum(1 + PACED_SHARE * number for number in num_parts.values())
-    others = [label for label, trained in is_trained.items() if trained and label not in paced]
-    if not paced or not others or seconds * count < ends - time.monotonic():
-        return False
-    names = ", ".join(sorted(paced))
-    log.warning("%s: not forecast, since answers of one prompt after another take too long; raise --minutes", names)
-    return True
 
 
 def time_steps(

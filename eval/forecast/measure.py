@@ -1,5 +1,6 @@
 """What the forecast measures on the prompts of the evaluation: text, tokens per step, and seconds of a step."""
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ from ...models.llm.hf_target import HFTarget
 from ...models.machine import synchronize
 from ..measure.trace import Watched
 
+logger = logging.getLogger(__name__)
+
+PACED_SHARE = 0.5
+"""Seconds of an answer with a paced drafter over those of plain decoding, about."""
 WARM_UP_STEPS, TIMED_STEPS, UNEVEN_STEPS, TURNS = 2, 8, 48, 3
 """Steps of a turn that aren't timed, those that are, those of drafters whose steps differ, and turns of each drafter."""
 
@@ -227,3 +232,24 @@ def _time_turn(
     first = min(1 + WARM_UP_STEPS, len(wall) - 1)  # answers of few tokens have few steps
     average = mean if is_uneven else median
     return Turn(step=average(wall[first:]), draft=average(drafted[first:]), prefill=wall[0])
+
+
+def is_too_long(
+    steps: Mapping[tuple[str, float], Sequence[Any]],
+    paced: Collection[str],
+    is_trained: Mapping[str, bool],
+    seconds: float,
+    ends: float,
+) -> bool:
+    """Return whether paced drafters can't answer one prompt after another in the time that is left, and log it.
+
+    `seconds` is what plain decoding takes for a round. They stay if nothing else is trained.
+    """
+    num_parts = {label: len(counts) for (label, _), counts in steps.items() if label in paced}
+    count = sum(1 + PACED_SHARE * number for number in num_parts.values())
+    others = [label for label, trained in is_trained.items() if trained and label not in paced]
+    if not paced or not others or seconds * count < ends - time.monotonic():
+        return False
+    names = ", ".join(sorted(paced))
+    logger.warning("%s: not forecast, since answers of one prompt after another take too long; raise --minutes", names)
+    return True

@@ -85,7 +85,8 @@ def test_labels_of_the_recipe_are_used_and_stay(overrides, tmp_path, monkeypatch
 
     run_command([*overrides, "stages=[distill]"])
     before = label_store(tmp_path / "run" / "distill").load()
-    monkeypatch.setattr(forecast, "PACED_SHARE", 1e9)
+    for module in (forecast, measure):
+        monkeypatch.setattr(module, "PACED_SHARE", 1e9)
     forecast_command([*overrides, "eval.merge=[suffix]"])
     printed = capsys.readouterr().out
     assert "distill: finished" in printed
@@ -93,6 +94,7 @@ def test_labels_of_the_recipe_are_used_and_stay(overrides, tmp_path, monkeypatch
     assert label_store(tmp_path / "run" / "distill").load() == before
     record = json.loads((tmp_path / "run" / FOLDER / FILE).read_text())
     assert not any(" + " in one["label"] for one in record["forecasts"])
+    assert record["num_prompts"] == forecast.LEAST_PROMPTS
     assert record["num_labels"][-1] <= before.num_labels
     assert set(record["seconds"]) == {"train"}
     assert record["total_labels"] == before.num_labels
