@@ -37,6 +37,7 @@ from ..eval.forecast.measure import (
     draw_prompts,
     in_turns,
     is_too_long,
+    pass_seconds,
     plain_answers,
     step_seconds,
 )
@@ -68,8 +69,8 @@ SIZES = (0.25, 0.5, 1.0)
 """Parts of the labelled sample from which the short trainings learn."""
 LABELLING = ("questions", "answers", "labels")
 """Stages of the plan that make labels."""
-LABELS_SHARE, TRAINING_SHARE, STEPS_SHARE = 0.35, 0.35, 0.3
-"""Parts of the time after the plan for labels and short trainings; and part of the rest for the seconds of steps."""
+LABELS_SHARE, TRAINING_SHARE, STEPS_SHARE, PASSES_SHARE = 0.35, 0.35, 0.27, 0.03
+"""Parts of the time after the plan for labels and short trainings; and parts of the rest for steps and passes."""
 LEAST_LABELS, LEAST_STEPS = 2_000, 16
 """Of the sample, and of the training on its smallest part."""
 SMALLER_STEPS = 4
@@ -293,7 +294,8 @@ def measure(
     paced = {spec.label for spec in specs[-1].values() if spec.parts.is_merged(spec.setting or {})}
     # 2. Text and tokens per step: all drafters answer a few prompts, and some more while there is time.
     target.choose_linears()
-    tokens, decoding_ends = min(config.eval.max_new_tokens, MOST_TOKENS), time.monotonic() + (1 - STEPS_SHARE) * seconds
+    tokens = min(config.eval.max_new_tokens, MOST_TOKENS)
+    decoding_ends = time.monotonic() + (1 - STEPS_SHARE - PASSES_SHARE) * seconds
     decoding: dict[str, Any] = {"max_new_tokens": tokens, "batch_size": DECODED_TOGETHER}
     rules = {temperature: acceptance_rule(config.eval.acceptance, temperature, target) for temperature in temperatures}
     certainty: dict[float, list[Certainty]] = {temperature: [] for temperature in temperatures}
@@ -341,6 +343,7 @@ def measure(
     even = [spec for spec in specs[-1].values() if spec.label not in paced]
     sizes = sorted({*BATCH_SIZES, *config.eval.batch_sizes})
     options = {"max_new_tokens": tokens, "uneven": [spec.label for spec in even if not is_trained[spec.label]]}
+    passes = within_memory(partial(pass_seconds, target, seconds=PASSES_SHARE * seconds), target)
     timed = time_steps(even, target, rules[temperatures[0]], prompts, sizes, seconds=STEPS_SHARE * seconds, **options)
     target.release_cache()
     return Measured(
@@ -350,6 +353,7 @@ def measure(
         certainty=certainty,
         seconds=timed,
         plain=plain,
+        passes=passes or {},
         max_new_tokens=config.eval.max_new_tokens,
         num_decoded=tokens,
     )

@@ -65,7 +65,15 @@ def print_forecast(
             cells = [speedups.get(size, "-") for size in batches]
             table.add_row(escape(one.label if one.is_trained else f"{one.label} (measured)"), *cells)
         console.print(table)
-    # 4. Steps, hours, and the verdict.
+    # 4. Passes, steps, hours, and the verdict.
+    if measured.passes:
+        widths = next(iter(measured.passes.values()))
+        table = table_of(
+            "Milliseconds of a pass, one text at a time", "tokens of the text", *(f"{width} new" for width in widths)
+        )
+        for length, seconds_of in measured.passes.items():
+            table.add_row(f"{length:,}", *(f"{1e3 * value:.1f}" for value in seconds_of.values()))
+        console.print(table)
     table = table_of("Milliseconds of a step (of the draft)", "drafter", *(f"batch {size}" for size in measured.seconds))
     for label in next(iter(measured.seconds.values())):
         cells = [f"{1e3 * median(one[label].steps):.1f} ({1e3 * one[label].draft:.1f})" for one in measured.seconds.values()]
@@ -115,6 +123,7 @@ def record_of(measured: Measured, forecasts: Sequence[MethodForecast], total_lab
         "num_prompts": len(measured.prompts),
         "forecasts": [asdict(one) for one in forecasts],
         "is_noisy": is_noisy(measured),
+        "pass_seconds": measured.passes,
         "verdicts": {} if is_noisy(measured) else {at: verdict(forecasts, at) for at in measured.certainty},
         "environment": asdict(describe_environment(target.device, target.linears)),
         "step_seconds": {size: {label: asdict(one) for label, one in by.items()} for size, by in measured.seconds.items()},

@@ -2,8 +2,8 @@
 
 What is accepted of a draft grows with the labels: at first by about the same amount with each doubling of them,
 later by less. So a curve is what the largest sample reached, the gain of a doubling there, and the share of it that
-each further doubling gains. Three short trainings can't tell that share: it comes from the curves that
-benchmarks/forecast.json records.
+each further doubling gains. Three short trainings can't tell that share: it was chosen by earlier, shorter trainings of
+the targets that benchmarks/forecast.json records, and stays as it was.
 """
 
 from collections.abc import Sequence

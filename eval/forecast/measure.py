@@ -17,7 +17,8 @@ from ...data.suites import PromptSet
 from ...models.decoding.loop import generate
 from ...models.decoding.protocols import AcceptanceRule, Drafter
 from ...models.decoding.sampling import RowSeeds
-from ...models.decoding.types import Step
+from ...models.decoding.tree import chain_tree, empty_tree
+from ...models.decoding.types import Prompts, Step
 from ...models.drafters import NullDrafter
 from ...models.llm.hf_target import HFTarget
 from ...models.machine import synchronize
@@ -29,6 +30,12 @@ PACED_SHARE = 0.5
 """Seconds of an answer with a paced drafter over those of plain decoding, about."""
 WARM_UP_STEPS, TIMED_STEPS, UNEVEN_STEPS, TURNS = 2, 8, 48, 3
 """Steps of a turn that aren't timed, those that are, those of drafters whose steps differ, and turns of each drafter."""
+
+
+CONTEXTS, WIDTHS = (64, 256, 1024, 4096), (1, 8, 32)
+"""Tokens of a text, and of a pass after it, of which passes are timed."""
+LONGER = 4
+"""Times that all texts so far took, which the next one may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +207,33 @@ def step_seconds(
         )
         for name, timed in turns.items()
     }
+
+
+def pass_seconds(target: HFTarget, *, seconds: float) -> dict[int, dict[int, float]]:
+    """Return the time of passes over WIDTHS tokens after texts of CONTEXTS tokens: medians, by text and width.
+
+    Texts that are longer than the context window, or that would take longer than the time, are left out; a target in
+    other processes has none.
+    """
+    passes, ends = dict[int, dict[int, float]](), time.monotonic() + seconds
+    for length in CONTEXTS if target.has_layers else ():
+        began = time.monotonic()
+        if length + max(WIDTHS) > target.context_length or began + (began - ends + seconds) * LONGER > ends:
+            break
+        text = target.probe_ids.repeat(length)[None, :length]
+        target.prefill(Prompts.of(text), max_new_tokens=1, max_nodes=max(WIDTHS))
+        timed: dict[int, list[float]] = {width: [] for width in WIDTHS}
+        for _ in range(1 + TURNS):
+            for width, times in timed.items():
+                tree = chain_tree(text[:, : width - 1]) if width > 1 else empty_tree(1, target.device)
+                synchronize(target.device)
+                start = time.perf_counter()
+                target.verify(text[:, -1], tree)
+                synchronize(target.device)
+                times.append(time.perf_counter() - start)
+        passes[length] = {width: median(times[1:]) for width, times in timed.items()}  # the first one warms up
+    target.release_cache()
+    return passes
 
 
 class Turn(NamedTuple):

@@ -54,6 +54,8 @@ class Measured:
     """By batch size and label, plain decoding included, and without the paced drafters."""
     plain: Mapping[MethodKey, Sequence[Steps]] = field(default_factory=dict)
     """Plain decoding in turns with each paced drafter: of one prompt after another."""
+    passes: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    """Seconds of a pass by tokens of the text and of the pass."""
     max_new_tokens: int
     """Limit of the evaluation's answers."""
     num_decoded: int

@@ -57,6 +57,7 @@ def test_a_recipe_is_forecast_from_a_part_of_it(overrides, tmp_path, capsys):
         "How certain the target is (greedy)",
         "(temperature 1)",
         "Tokens per step by labels",
+        "Milliseconds of a pass, one text at a time",
         "Milliseconds of a step",
     ):
         assert title in printed
@@ -70,6 +71,7 @@ def test_a_recipe_is_forecast_from_a_part_of_it(overrides, tmp_path, capsys):
     record = json.loads((folder / FILE).read_text())
     assert record["num_labels"] == sorted(record["num_labels"])
     assert record["num_labels"][0] < record["num_labels"][-1] <= record["total_labels"] * 1.3
+    assert [*record["pass_seconds"]["64"]] == ["1", "8", "32"]
     trained = [one for one in record["forecasts"] if len(one["measured"]) == 3]
     merged, alone = ([one for one in trained if ("Suffix" in one["label"]) is is_merged] for is_merged in (True, False))
     assert {(one["temperature"], *one["speedup"]) for one in alone} == {(0.0, "1", "2"), (1.0, "1", "2")}
