@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from ..eval.results.explain import Explanation
 
+LEAST_REACHED = 10
+"""How often a place of the draft is reached at least, for its line."""
 NUM_GROUPS = 6
 """Most lines of a table of groups: those with the most misses."""
 
@@ -80,7 +82,9 @@ def _print(explanation: "Explanation", console: Console) -> None:
     for number, step in enumerate(advice(explanation), start=1):
         console.print(f"{number}. {escape(step)}", soft_wrap=True)
     # 3. Where they are.
-    console.print(_table(explanation.positions()))
+    positions = explanation.positions()
+    if len(positions):  # the first place, and those behind it that are reached often
+        console.print(_table(positions[(positions["reached"] >= LEAST_REACHED) | (positions.index < 1)]))
     for column in GROUPS:
         groups = explanation.groups(column)
         if len(groups) > 1:

@@ -174,7 +174,8 @@ def plan_sample(config: RunConfig, planner: Planner, *, seconds: float, minutes:
     if num_texts < needed:
         if needed > texts.num_texts:
             raise ValueError(
-                f"the recipe has {texts.num_texts} texts, too few (or train.steps) for a forecast from parts of them; run it"
+                f"the recipe has {texts.num_texts} texts, too few (or train.steps) for a forecast from parts of them, which "
+                f"takes {needed}; run it"
             )
         longer = math.ceil(minutes * 1.2 * needed / max(1, num_texts))
         raise ValueError(

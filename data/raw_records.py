@@ -84,7 +84,12 @@ def record_files(path: str) -> list[Path]:
     files = local_files(path)
     found = [file for file in files if file.name.lower().endswith(SUFFIXES)]
     if not found:
-        raise ValueError(f"{path} has no file of records ({', '.join(SUFFIXES)})")
+        what = (
+            "has no file of records"
+            if files or Path(path).is_dir()
+            else "doesn't exist, or no file's name is like it; give files of records"
+        )
+        raise ValueError(f"{path} {what} ({', '.join(SUFFIXES)})")
     if others := sorted({file.name for file in files} - {file.name for file in found}):
         more = f" and {len(others) - MOST_NAMES} others" if len(others) > MOST_NAMES else ""
         logger.warning("%s: left out, since they are no files of records: %s%s", path, ", ".join(others[:MOST_NAMES]), more)
