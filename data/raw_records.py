@@ -84,11 +84,8 @@ def record_files(path: str) -> list[Path]:
     files = local_files(path)
     found = [file for file in files if file.name.lower().endswith(SUFFIXES)]
     if not found:
-        what = (
-            "has no file of records"
-            if files or Path(path).is_dir()
-            else "doesn't exist, or no file's name is like it; give files of records"
-        )
+        is_there = files or Path(path).is_dir()
+        what = "has no file of records" if is_there else "doesn't exist, or no name is like it; give files of records"
         raise ValueError(f"{path} {what} ({', '.join(SUFFIXES)})")
     if others := sorted({file.name for file in files} - {file.name for file in found}):
         more = f" and {len(others) - MOST_NAMES} others" if len(others) > MOST_NAMES else ""
