@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from outrider.distill.regenerate.engine import Limits, Request
 from outrider.distill.regenerate.engines.batch import cache_bytes
 from outrider.distill.regenerate.engines.registry import open_engine
 from outrider.models.decoding import Sampling, SpeculativeSampling
-from outrider.models.decoding.tree import chain_tree
+from outrider.models.decoding.tree import DraftTree, chain_tree
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.oracle import OracleDrafter
@@ -35,6 +36,9 @@ from .test_drafters import FREE, FROM_RANDOM, ROW_KINDS, fit
 FAMILIES = ("qwen3_5_text", "falcon_h1", "lfm2")
 QUICK = {"redrafter", "eagle3", "draft_model"}
 NUM_NEW, HORIZON = 16, 5
+HYBRIDS = [name for name in ALONG_THE_TEXT if name not in ("llama4_text", "deepseek_v32", "glm_moe_dsa", "hy_v4")]
+FUZZED_BATCHES = 1 + 5_000 * 2 // (7 * len(HYBRIDS))
+"""Of 3.5 answers on average."""
 CHUNKS = {"qwen3_5_text": {64}, "falcon_h1": {8}, "lfm2": set()}
 """Tokens in a chunk of each family's kernels."""
 REFUSALS = {
@@ -115,6 +119,61 @@ def test_each_kind_learns_from_labels_along_the_text_and_changes_no_token(name, 
     rule = SpeculativeSampling(sampling=Sampling(temperature=0.7, top_p=0.95))
     sampled, plainly_sampled = (decode(target, one, PROMPTS, NUM_NEW, rule, range(3))[0] for one in (drafter, NullDrafter()))
     assert sampled == plainly_sampled
+
+
+class FuzzedOracle(OracleDrafter):
+    """Drafts a chain or a tree of another depth and breadth in each step, right down to another depth in each row."""
+
+    DEPTH, BREADTH = 5, 3
+    max_nodes = DEPTH * BREADTH
+
+    def __init__(self, texts: list[list[int]], numbers: np.random.Generator) -> None:
+        super().__init__(texts, [], VOCAB)
+        self.numbers = numbers
+
+    def propose(self, state: Any, last_token: torch.Tensor, *, generator: Any = None) -> Any:
+        depth, breadth = int(self.numbers.integers(0, self.DEPTH + 1)), int(self.numbers.integers(1, self.BREADTH + 1))
+        parents = [level * breadth - 1 for level in range(depth) for _ in range(breadth)]
+        tokens = []
+        for row, position in state.tolist():
+            text, right = [*self.texts[row], *[0] * 99][position : position + depth], self.numbers.integers(0, depth + 1)
+            path = [token if level < right else (token + 9) % VOCAB for level, token in enumerate(text)]
+            tokens.append([(token + other) % VOCAB for token in path for other in reversed(range(breadth))])
+        shape = (len(tokens), len(parents))
+        tree = DraftTree(
+            tokens=torch.tensor(tokens).view(shape).long(),
+            parents=torch.tensor(parents * len(tokens)).view(shape).long(),
+            max_depth=depth,
+        )
+        return tree, state
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_fuzzed_answers_are_those_of_generate(name, tiny_tokenizer):
+    """Some 5,000 answers over all families, in float64: chains, trees, batches of unequal prompts, sampled rows."""
+    model, numbers, num_accepted = make_family(name), np.random.default_rng(0), 0
+    target = HFTarget(model, tiny_tokenizer, replace(IDENTITY, hidden_size=32, vocab_size=VOCAB))
+    rule = SpeculativeSampling(sampling=Sampling(temperature=0.8, top_p=0.95))
+    for number in range(FUZZED_BATCHES):
+        size = int(numbers.integers(2, 6))
+        prompts = [numbers.integers(0, VOCAB, numbers.integers(1, 24)).tolist() for _ in range(size)]
+        num_new, drawn = int(numbers.integers(1, 12)), number % 4 == 3
+        how = (rule, range(size)) if drawn else (None, None)
+        if drawn:
+            expected = [
+                decode(target, NullDrafter(), [prompt], num_new, rule, [row])[0][0] for row, prompt in enumerate(prompts)
+            ]
+        else:
+            options = {"max_new_tokens": num_new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            texts = [torch.tensor([prompt]) for prompt in prompts]
+            whole = [model.generate(text, attention_mask=torch.ones_like(text), **options)[0] for text in texts]
+            expected = [answer[text.shape[1] :].tolist() for answer, text in zip(whole, texts, strict=True)]
+        answers, accepted = decode(target, FuzzedOracle(expected, numbers), prompts, num_new, *how)
+        assert answers == expected, (name, number)
+        num_accepted += accepted
+    assert num_accepted > FUZZED_BATCHES
 
 
 def test_merged_free_drafts_change_no_token(target, plain):
