@@ -13,7 +13,7 @@ from ..llm.hf_target import HFTarget
 from ..llm.identity import weights_digest
 from ..llm.loading import load_target
 from ..llm.own_tokenizer import MIN_TOKENIZER_SHARE
-from ..llm.pretrained import loading_errors
+from ..llm.pretrained import attention_of, loading_errors
 from ..llm.tree_attention import FULL, STATE_KINDS
 from .decoder_layer import require_plain_weights, require_resident_weights, whole
 from .options import DraftModelConfig
@@ -45,7 +45,7 @@ def build_model(architecture: dict[str, Any], target: HFTarget) -> PreTrainedMod
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config,
             dtype=torch.float32,
-            attn_implementation=target.model.config._attn_implementation,
+            attn_implementation=attention_of(config, target.model.config._attn_implementation),
             trust_remote_code=False,
         )
     except CANT_BE_BUILT as error:

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.cli.init_facts import is_recurrent
 from outrider.data.types import DrafterBatch
@@ -24,7 +24,7 @@ from outrider.models.llm.recurrent_states import find_mixers
 from outrider.train.batches import states_of_texts
 
 from ..tiny_models import IDENTITY
-from .families import ALONG_THE_TEXT, BRANCHES, PROMPTS, REFUSED, VOCAB, decode, make_family
+from .families import ALONG_THE_TEXT, BRANCHES, EXPERTS, LATENT, PROMPTS, REFUSED, VOCAB, decode, make_family
 
 NUM_NEW, HORIZON = 12, 4
 NOT_COPIED = [
@@ -190,3 +190,15 @@ def test_a_hybrid_without_recurrent_layers_is_labelled_with_branches() -> None:
 def test_labels_of_a_family_with_a_cache_of_its_own_are_one_clear_error(target_of):
     with pytest.raises(ValueError, match="can't decode branches: its own code in transformers failed with them; set distill"):
         require_branch_attention(target_of("minimax"), 32)
+
+
+def test_rotary_embeddings_of_complex_numbers_are_one_clear_error(tiny_tokenizer):
+    options = EXPERTS | LATENT | {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    model = (
+        AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v2", **options, num_attention_heads=4)).double().eval()
+    )
+    model.set_experts_implementation("eager")  # the others can't compute in float64
+    target = HFTarget(model, tiny_tokenizer, replace(IDENTITY, hidden_size=32, vocab_size=VOCAB))
+    drafter = build_drafter(parse_drafter({"kind": "mtp", "init": "random", "depth": 2, "tree_nodes": 4}), target).double()
+    with pytest.raises(ValueError, match="DeepseekV2RotaryEmbedding rotates by complex numbers"):
+        decode(target, drafter, PROMPTS[:1], NUM_NEW)

@@ -15,6 +15,7 @@ from outrider.models.llm.tree_cache import extent_step
 from outrider.models.machine import (
     MAX_CHAINED_ERRORS,
     find_out_of_memory,
+    is_ours,
     is_out_of_memory,
     release_memory,
     synchronize,
@@ -134,3 +135,13 @@ def test_an_error_raised_from_none_is_not_out_of_memory() -> None:
     error = chained(torch.OutOfMemoryError("CUDA out of memory"), ValueError("a wrong option"), from_each=False)
     error.__suppress_context__ = True  # as `raise ... from None` does
     assert not is_out_of_memory(error)
+
+
+def test_an_error_belongs_to_the_code_that_raised_it() -> None:
+    with pytest.raises(ValueError) as ours:
+        load_target(TargetConfig(name_or_path="nothing here"), torch.device("cpu"))
+    assert is_ours(ours.value)
+    with pytest.raises(ValueError) as theirs:
+        extent_step(torch.distributions.Normal(0, -1), is_fixed=True)
+    assert not is_ours(theirs.value)
+    assert not is_ours(ValueError("never raised"))
