@@ -56,8 +56,10 @@ MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_laye
 """Keys of configurations that count the layers of MTP heads."""
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 """Kinds of layers without a state. A hybrid that has no others keeps the keys of its family."""
+CONVOLVED = "cca_time0"
+"""Key of Zaya, whose attention has convolutions."""
 RECURRENT_KEYS = (
-    *("conv_L_cache", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_attn_config", "mamba_", "ssm_"),
+    *(CONVOLVED, "conv_L_cache", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_attn_config", "mamba_", "ssm_"),
     "state_size",
 )
 """Beginnings of keys that only models with recurrent layers have."""
@@ -180,7 +182,7 @@ def is_recurrent(config: Mapping[str, Any]) -> bool:
     """Return whether a model's configuration says that it has recurrent layers."""
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and kinds and set(map(str, kinds)) <= ATTENTION_KINDS:
-        return False
+        return CONVOLVED in config
     return any(name.startswith(RECURRENT_KEYS) and bool(value) for name, value in config.items())
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from .cache_columns import copied_to_host
 STATE_METHODS = ("update_conv_state", "update_recurrent_state")
 """Methods of transformers' caches that only mixers call."""
 
+Key = TypeVar("Key")
 State = dict[tuple[str, int], torch.Tensor]
 """States of one mixer, by their kind and number: [batch, ...]."""
 Hidden = Float[torch.Tensor, "batch token width"]
@@ -126,15 +127,21 @@ class Mixer:
                 vars(self.module)["chunk_size"] = own
 
 
-def hidden_of(output: Any) -> Hidden:
-    """Return the hidden states of a mixer's output, which may be a tuple of several values."""
-    hidden: Hidden = output[0] if isinstance(output, tuple) else output
-    return hidden
+def is_of_tokens(value: Any, num_tokens: int) -> bool:
+    """Whether a part of a mixer's output has a value for each token."""
+    return isinstance(value, torch.Tensor) and value.shape[1:2] == (num_tokens,)
 
 
-def with_hidden(output: Any, hidden: Hidden) -> Any:
-    """Return a mixer's output with other hidden states."""
-    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+def of_tokens(output: Any, read: Hidden, change: Callable[[Hidden], Hidden]) -> Any:
+    """Return a mixer's output with its values of the tokens that it has `read` changed.
+
+    It may be a tuple, such as queries, keys and values: [row, token, head, dimension].
+    """
+    if isinstance(output, tuple):
+        return tuple(of_tokens(part, read, change) for part in output)
+    if not is_of_tokens(output, read.shape[1]) or len(output) != len(read):
+        return output
+    return change(output.flatten(2)).unflatten(2, output.shape[2:])
 
 
 def find_mixers(model: nn.Module) -> list[Mixer]:
@@ -272,13 +279,19 @@ class RecurrentStates:
             yield
 
     def _read_prompts(self, rows_of: RowsOf, mixer: Mixer, forward: Any, hidden: Hidden, arguments: Any) -> Any:
-        outputs, parts, output = torch.zeros_like(hidden), [], None
+        outputs, states = [], []
         for length, rows in rows_of.items():
-            output, state = mixer.run(forward, hidden[rows, :length], {}, arguments)
-            outputs[rows, :length] = hidden_of(output)
-            parts.append(state)
-        self._states[mixer] = joined(rows_of, parts)
-        return with_hidden(output, outputs)
+            read = hidden[rows, :length]
+            output, state = mixer.run(forward, read, {}, arguments)
+            outputs.append(of_tokens(output, read, lambda values: pad(values, (0, 0, 0, hidden.shape[1] - values.shape[1]))))
+            states.append(state)
+        self._states[mixer] = joined(rows_of, states)
+        several = zip(*(output if isinstance(output, tuple) else (output,) for output in outputs), strict=True)
+        whole = tuple(
+            joined(rows_of, [{0: part} for part in parts])[0] if is_of_tokens(parts[0], hidden.shape[1]) else parts[0]
+            for parts in several
+        )
+        return whole if isinstance(outputs[0], tuple) else whole[0]
 
     @contextmanager
     def reading_tree(self, lineage: Int[torch.Tensor, "batch node depth"]) -> Iterator[None]:
@@ -307,7 +320,7 @@ class RecurrentStates:
         if hidden.shape[1] == 1:  # of a tree, the states at the ends of all paths would take much memory
             reading.state = after
         self._readings[mixer] = reading
-        return with_hidden(output, paths.gather(hidden_of(output)))
+        return of_tokens(output, rows, paths.gather)
 
     def keep(self, entries: Int[torch.Tensor, "batch kept"] | None, counts: Sequence[int]) -> None:
         """Commit the first `counts` of each row's `entries` of the tree that was read last.
@@ -360,8 +373,8 @@ def rows_by_value(values: Sequence[int]) -> RowsOf:
     return rows_of
 
 
-def joined(rows_of: RowsOf, parts: Sequence[State]) -> State:
-    """Return the states of all rows in their order, from those of each group of rows."""
+def joined(rows_of: RowsOf, parts: Sequence[dict[Key, torch.Tensor]]) -> dict[Key, torch.Tensor]:
+    """Return the tensors of all rows in their order, from those of each group of rows."""
     if len(parts) == 1:
         return parts[0]
     order = np.argsort([row for rows in rows_of.values() for row in rows]).tolist()

@@ -131,6 +131,7 @@ ALONG_THE_TEXT: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_5_text", "olmo_hybrid"), LINEAR),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), EXPERTS | LINEAR),
     "kimi_linear": EXPERTS | LATENT | LINEAR | {"linear_head_dim": 8, "linear_num_heads": 4},
+    "zaya": {},
     "bailing_hybrid": EXPERTS | LATENT | LINEAR,
     "nemotron_h": {
         **EXPERTS,
@@ -184,7 +185,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"layer_types": LINEAR["layer_types"], "num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 4},
         "reads no cache but its own kind",
     ),
-    "zaya": ({}, "own code in transformers failed"),
     "qwen4_exp_text": (
         {
             **(EXPERTS | LINEAR),

@@ -204,6 +204,8 @@ def test_a_budget_changes_no_token(name, tmp_path, monkeypatch):
     )
     assert streamed.stream is not None
     assert len(streamed.stream.units) > 2
+    for parameter in memory.model.parameters():  # kernels of experts round by the address, which a file decides
+        parameter.data = parameter.data.clone()
     plain, _ = decode(memory, NullDrafter(), PROMPTS, NUM_NEW)
     assert decode(streamed, NullDrafter(), PROMPTS, NUM_NEW)[0] == plain
     for right in ([0, 1, 0], [2, 3, 1]):
