@@ -72,7 +72,7 @@ def unknown_command(name: str) -> str:
     """Return the message for an unknown command."""
     from difflib import get_close_matches
 
-    near = [command for command in COMMANDS if command.startswith(f"{name.split(' ')[0]} ")]
-    near = near or get_close_matches(name, COMMANDS, 1)
+    near = get_close_matches(name, COMMANDS, 1)
+    near = near or [command for command in COMMANDS if command.startswith(f"{name.split(' ')[0]} ")]
     hint = f"; did you mean {' or '.join(near)}? The" if near else "; the"
     return f"there is no command {name}{hint} commands are: {', '.join(COMMANDS)}"

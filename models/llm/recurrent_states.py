@@ -288,7 +288,9 @@ class RecurrentStates:
         self._states[mixer] = joined(rows_of, states)
         several = zip(*(output if isinstance(output, tuple) else (output,) for output in outputs), strict=True)
         whole = tuple(
-            joined(rows_of, [{0: part} for part in parts])[0] if is_of_tokens(parts[0], hidden.shape[1]) else parts[0]
+            joined(rows_of, [{0: part} for part in parts])[0]
+            if is_of_tokens(parts[0], hidden.shape[1]) and len({part.shape[1:] for part in parts}) == 1
+            else parts[0]
             for parts in several
         )
         return whole if isinstance(outputs[0], tuple) else whole[0]
