@@ -161,6 +161,7 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
         chat_template=template,
         template_reason=reason,
         template_options=sorted(template_options(text)),
+        # By its driver: torch takes seconds to import.
         has_accelerator=bool(shutil.which("nvidia-smi")) or Path("/dev/kfd").exists() or sys.platform == "darwin",
         has_mtp_head=any(config.get(name) for name in MTP_COUNTS),
         is_recurrent=is_recurrent(config),

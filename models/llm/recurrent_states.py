@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ from .cache_columns import copied_to_host
 STATE_METHODS = ("update_conv_state", "update_recurrent_state")
 """Methods of transformers' caches that only mixers call."""
 
-Key = TypeVar("Key")
 State = dict[tuple[str, int], torch.Tensor]
 """States of one mixer, by their kind and number: [batch, ...]."""
 Hidden = Float[torch.Tensor, "batch token width"]
@@ -375,7 +374,7 @@ def rows_by_value(values: Sequence[int]) -> RowsOf:
     return rows_of
 
 
-def joined(rows_of: RowsOf, parts: Sequence[dict[Key, torch.Tensor]]) -> dict[Key, torch.Tensor]:
+def joined(rows_of: RowsOf, parts: Sequence[dict[Any, torch.Tensor]]) -> dict[Any, torch.Tensor]:
     """Return the tensors of all rows in their order, from those of each group of rows."""
     if len(parts) == 1:
         return parts[0]

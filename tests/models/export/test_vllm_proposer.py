@@ -374,3 +374,21 @@ def test_another_vllm_is_refused(target: HFTarget, runner: Any, tmp_path: Path) 
     runner.propose_draft_token_ids = lambda self, tokens: tokens
     with pytest.raises(RuntimeError, match="no aux_hidden_states and no spec_decode_metadata; the proposer was written for"):
         vllm_proposer.Proposer(config(saved(KINDS[0], target, tmp_path / "drafter")))
+
+
+def test_a_request_that_waits_keeps_what_a_merge_has_learned_of_it(target, runner, tmp_path):
+    name = f"{saved(BLOCKS[0], target, tmp_path / 'drafter')}+suffix"
+    proposer = vllm_proposer.Proposer(config(name, 3, target.model.config))
+    engine = Engine(target, runner, proposer, piece=9)
+    for request, prompt in {"a": [5, 6, 7, 5, 6], "b": [9, 9, 3]}.items():
+        engine.add(request, prompt)
+    engine.step("a", "b")
+    kept = proposer.requests["a"]
+    engine.preempt("a")
+    engine.step("b")
+    for _ in range(3):
+        engine.step("a", "b")
+    assert proposer.requests["a"] is kept
+    del engine.texts["a"]
+    engine.step("b")
+    assert [*proposer.requests] == ["b"]
