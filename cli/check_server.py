@@ -36,6 +36,8 @@ class CheckServerOptions(TargetOptions):
     without: str | None = None
     """Address of a server of the same target without a drafter: it is the reference, and the
     speedup is over it. null: the target here is the reference."""
+    model: str | None = None
+    """The model's name on the servers; null: the target's, or the only one."""
     drafter: str | None = None
     """The drafter that the server uses, to compare what is accepted; eval.settings has its form
     there, such as {depth: 4, top_k: 1, tree_nodes: 4} for a chain of four."""
@@ -67,6 +69,8 @@ class CheckServerOptions(TargetOptions):
 
     def __post_init__(self) -> None:
         require_used(self.eval, USED, "check-server")
+        if self.without is not None and self.without.rstrip("/") == self.url.rstrip("/"):
+            raise ValueError(f"without is {self.without}, the server itself; give that of a server without a drafter")
         if self.drafter is None and self.eval.settings != [{}]:
             raise ValueError("eval.settings is the form of a drafter's drafts, and drafter is not given; give both, or neither")
         if 0 < self.samples < 64:
@@ -117,7 +121,8 @@ def _check(options: CheckServerOptions) -> "ServerCheck":
     with ExitStack() as stack:
         sides = []
         for url in filter(None, (options.url, options.without)):
-            sides.append(Server(url, tokenizer, vocab_size, stop_ids))
+            names = {"target_name": options.target.name_or_path, "model": options.model}
+            sides.append(Server(url, tokenizer, vocab_size, stop_ids, **names))
             stack.callback(sides[-1].close)
         target = None
         if options.without is None or options.drafter is not None:
@@ -156,7 +161,9 @@ def _checked(
     mixed = [(question, 1.0) for question in sampled]
     for index, question in enumerate(beside):
         mixed.insert(index * (1 + len(sampled) // len(beside)), (question, 0.0))
-    num_speed = len(options.concurrency) * config.repeats * len(questions)
+    # As many questions as requests at a time, at least: with fewer, fewer would be under way.
+    many = {level: list(questions) * -(-level // len(questions)) for level in options.concurrency}
+    num_speed = config.repeats * sum(map(len, many.values()))
     num_greedy = len(questions) * (2 + (options.without is not None) + (method is not None))
     total = num_greedy + num_speed * (len(sides) + 1) + 2 * len(mixed)
     with tqdm(total=total, desc="check-server", unit="answer") as bar:
@@ -187,13 +194,13 @@ def _checked(
         # 3. The speed, in turns, whose answers are checked too: a server's batches are computed in another order.
         for level in options.concurrency:
             speed, replies = checks.measure_speed(
-                sides, questions, level, max_new_tokens=config.max_new_tokens, repeats=config.repeats, seed=config.seed,
+                sides, many[level], level, max_new_tokens=config.max_new_tokens, repeats=config.repeats, seed=config.seed,
                 told=bar.update,
             )  # fmt: skip
             found.speeds.append(speed)
             where = f", {level} at a time"
             found.lines.append(
-                checks.check_tokens(reader, questions * config.repeats, replies, where, options.tolerance, bar.update)
+                checks.check_tokens(reader, many[level] * config.repeats, replies, where, options.tolerance, bar.update)
             )
 
         # 4. Samples.

@@ -4,8 +4,12 @@ The audit feeds such an answer to the plain model and checks whether the roundin
 arithmetic explains the difference.
 """
 
+from collections.abc import Collection, Sequence
+from typing import Any
+
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
+from torch.nn.functional import pad
 
 from ...models.decoding.sampling import MIN_PRECISION, wind_clocks
 from ...models.decoding.tree import accepted_path, empty_tree
@@ -25,35 +29,58 @@ sampler's precision."""
 
 
 @torch.inference_mode()
-def audit(
+def audits(
     target: HFTarget,
     prompt: Int[torch.Tensor, "1 seq"],
-    token_ids: list[int],
+    answers: Sequence[list[int]],
     *,
     max_new_tokens: int,
     temperature: float = 0.0,
     seed: int = 0,
-) -> Audit:
-    """Feed an answer to the plain model, token by token and all at once.
+) -> list[Audit]:
+    """Feed answers to one prompt to the plain model, token by token and all at once.
 
-    The answer has up to `max_new_tokens`. It is greedy at temperature 0. Above 0 it was sampled
-    with `RowSeeds([seed])`.
+    Each has up to `max_new_tokens`. It is greedy at temperature 0. Above 0 it was sampled with
+    `RowSeeds([seed])`.
     """
-    # 1. Token by token: the logits of plain decoding, step by step through the KV cache.
-    num_tokens = len(token_ids)
-    tokens = torch.tensor([token_ids], device=prompt.device)
-    prompts = Prompts.of(prompt)
-    plain = [target.prefill(prompts, max_new_tokens=num_tokens, max_nodes=0).logits[:, -1]]
-    nothing = empty_tree(1, prompt.device)
-    for index in range(num_tokens - 1):
+    # Token by token: the logits of plain decoding, step by step through the KV cache. The answers are rows of a batch, and
+    # one that has ended goes on with its last token, unread.
+    longest = max(map(len, answers))
+    rows = [torch.tensor([answer], device=prompt.device) for answer in answers]
+    tokens = torch.cat([pad(row, (0, longest - row.shape[1]), value=int(row[0, -1])) for row in rows])
+    prompts = Prompts.of(prompt.expand(len(answers), -1))
+    plain = [target.prefill(prompts, max_new_tokens=longest, max_nodes=0).logits[:, -1]]
+    nothing = empty_tree(len(answers), prompt.device)
+    for index in range(longest - 1):
         plain.append(target.verify(tokens[:, index], nothing).logits[:, -1])
-        target.commit(nothing, accepted_path(nothing, [[]]))
-    stepwise = torch.cat(plain)
-    stepwise = stepwise.to(torch.promote_types(stepwise.dtype, MIN_PRECISION))  # [token, vocab], as `warp` takes them
+        target.commit(nothing, accepted_path(nothing, [[]] * len(answers)))
+    found = []
+    for row, answer in enumerate(answers):
+        # All at once: the bare model without KV cache, mask or tree, so that the code under audit has no part in the check.
+        text = torch.cat([prompt, rows[row][:, :-1]], dim=1)
+        at_once = target.plain_logits(text, len(answer))[0]
+        stepwise = torch.stack([logits[row] for logits in plain[: len(answer)]])
+        found.append(_compare(stepwise, at_once, answer, target.stop_ids, max_new_tokens, temperature, seed))
+    return found
 
-    # 2. All at once: the bare model without KV cache, mask or tree, so that the code under audit has no part in the check.
-    text = torch.cat([prompt, tokens[:, :-1]], dim=1)
-    at_once = target.plain_logits(text, num_tokens)[0].to(stepwise.dtype)
+
+def audit(target: HFTarget, prompt: Int[torch.Tensor, "1 seq"], token_ids: list[int], **options: Any) -> Audit:
+    """Audit one answer (see `audits`)."""
+    return audits(target, prompt, [token_ids], **options)[0]
+
+
+def _compare(
+    stepwise: Float[torch.Tensor, "token vocab"],
+    at_once: Float[torch.Tensor, "token vocab"],
+    token_ids: list[int],
+    stop_ids: Collection[int],
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+) -> Audit:
+    # 1. The noise of each position.
+    stepwise = stepwise.to(torch.promote_types(stepwise.dtype, MIN_PRECISION))  # as `warp` takes them
+    at_once = at_once.to(stepwise.dtype)
     differences = stepwise - at_once
     # Both passes have noise, so that of one is their difference over the root of 2.
     typical_noise = float((differences.square().mean(-1) / 2).sqrt().max())
@@ -63,7 +90,7 @@ def audit(
     if temperature > 0:
         noises = noises / temperature + ROUNDING * torch.finfo(stepwise.dtype).eps
 
-    # 3. The deficit of each position: the distance between the best score and the score of the answer's token. The worst
+    # 2. The deficit of each position: the distance between the best score and the score of the answer's token. The worst
     # one is the largest in units of its noise.
     noise, deficit, worst, explained = float(noises.max()), 0.0, 0, True
     largest = 0.0
@@ -76,9 +103,10 @@ def audit(
         if (share := distance / max(own_noise, TINY)) > largest:
             largest, noise, deficit, worst = share, own_noise, distance, position
 
-    # 4. The verdict: noise must explain each deficit, and the answer must end at its first stop token or at the limit.
+    # 3. The verdict: noise must explain each deficit, and the answer must end at its first stop token or at the limit.
     explained &= typical_noise <= MAX_NOISE * float(stepwise.std(-1).max())
-    stops = [position for position, token in enumerate(token_ids) if token in target.stop_ids]
+    stops = [position for position, token in enumerate(token_ids) if token in stop_ids]
+    num_tokens = len(token_ids)
     ends_rightly = stops == [num_tokens - 1] or (not stops and num_tokens == max_new_tokens)
     if not ends_rightly:
         worst = stops[0] + 1 if stops and stops[0] + 1 < num_tokens else num_tokens - 1

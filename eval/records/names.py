@@ -19,6 +19,8 @@ OOM = "OOM"
 """Text that tables show in place of figures where memory ran out."""
 
 RUN_FILE, RECORDS_FILE, FACTS_FILE = "run.json", "records.jsonl", "facts.json"
+AUDITS_FILE = "audits.json"
+"""Audits of a run that isn't complete; then they are in its facts."""
 SUMMARY_FILE, TABLE_FILE = "summary.json", "table.md"
 
 

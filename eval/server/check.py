@@ -33,6 +33,9 @@ ISOLATED_NATS, ISOLATED_SHARE, OTHER_MODEL_SHARE = 3.0, 0.02, 0.2
 LEAST_ACCEPTED = 0.9
 """Least share of what outrider accepts: a server that stops drafting at an answer's end accepts a little less."""
 
+WAVES = 2
+"""The two servers take turns after so many questions for each request at a time."""
+
 Told = Callable[[], object]
 
 
@@ -42,13 +45,15 @@ class Speed:
 
     concurrency: int
     tokens_per_second: float
-    """Of all answers together."""
+    """Of all answers together: the throughput."""
     seconds_per_token: float
     first_token_seconds: float
     plain_seconds_per_token: float | None = None
     """Without the drafter."""
     plain_first_token_seconds: float | None = None
+    plain_tokens_per_second: float | None = None
     speedup: float | None = None
+    """Of an answer: seconds per token without the drafter over those with it."""
     speedup_ci95: tuple[float, float] | None = None
 
 
@@ -200,7 +205,8 @@ def no_drafts(num_questions: int) -> CertificateLine:
         subject="drafts",
         method="outrider's decoding of the same prompts",
         num_cases=num_questions,
-        result="the server counts none at /metrics: it doesn't draft, or doesn't say (llama.cpp: --metrics)",
+        result="the server counts none at /metrics: it doesn't draft, or doesn't say (llama.cpp: --metrics; SGLang's counts "
+        "aren't read)",
         passed=False,
     )
 
@@ -266,14 +272,22 @@ def measure_speed(
     seed: int,
     told: Told,
 ) -> tuple[Speed, list[Reply]]:
-    """Time the server, and the one without the drafter, in turns; return the speed and the server's replies."""
-    replies: list[list[list[Reply]]] = [[] for _ in sides]
+    """Time the server, and the one without the drafter, in turns; return the speed and the server's replies.
+
+    Both answer the same few questions before both go on, so that a slow moment of the machine costs them alike. The
+    replies are those of all questions, `repeats` times.
+    """
+    replies: list[list[list[Reply]]] = [[[] for _ in range(repeats)] for _ in sides]
     walls = [0.0 for _ in sides]
+    size, places = WAVES * concurrency, list(range(len(sides)))
     for repeat in range(repeats):
-        for side in range(len(sides)) if repeat % 2 == 0 else reversed(range(len(sides))):
-            answers, wall = ask(sides[side], questions, concurrency=concurrency, max_new_tokens=max_new_tokens, told=told)
-            replies[side].append(answers)
-            walls[side] += wall
+        for start in range(0, len(questions), size):
+            some = questions[start : start + size]
+            for side in places:
+                answers, wall = ask(sides[side], some, concurrency=concurrency, max_new_tokens=max_new_tokens, told=told)
+                replies[side][repeat] += answers
+                walls[side] += wall
+            places.reverse()
     sums = np.stack([_by_question(side) for side in replies])
     times = [float(side[:, 0].sum() / side[:, 1].sum()) for side in sums]
     firsts = [median(reply.first_seconds for answers in side for reply in answers) for side in replies]
@@ -285,6 +299,7 @@ def measure_speed(
         first_token_seconds=firsts[0],
         plain_seconds_per_token=times[1] if len(sides) > 1 else None,
         plain_first_token_seconds=firsts[1] if len(sides) > 1 else None,
+        plain_tokens_per_second=float(sums[1][:, 1].sum()) / walls[1] if len(sides) > 1 else None,
         speedup=faster,
         speedup_ci95=interval,
     )
@@ -310,14 +325,16 @@ def _interval(speed: Speed) -> str:
 
 def speed_table(speeds: Sequence[Speed]) -> Table:
     """Format the speeds for a terminal."""
-    table = Table(
-        "At a time", "Tok/s", "ms/token", "First ms", "Without: ms/token", "First ms", "Speedup [95 %]", box=box.SIMPLE
-    )
+    names = ("At a time", "", "Tok/s", "ms/token", "First ms", "Speedup [95 %]")
+    table = Table(*names, box=box.SIMPLE)
     for speed in speeds:
-        plain = [speed.plain_seconds_per_token, speed.plain_first_token_seconds]
-        times = [speed.seconds_per_token, speed.first_token_seconds, *plain]
-        cells = ["-" if seconds is None else f"{1000 * seconds:.1f}" for seconds in times]
-        table.add_row(str(speed.concurrency), f"{speed.tokens_per_second:.1f}", *cells, _interval(speed))
+        for name, rate, each, first in (
+            ("with", speed.tokens_per_second, speed.seconds_per_token, speed.first_token_seconds),
+            ("without", speed.plain_tokens_per_second, speed.plain_seconds_per_token, speed.plain_first_token_seconds),
+        ):
+            if rate is not None and each is not None and first is not None:
+                cells = (f"{rate:.1f}", f"{1000 * each:.1f}", f"{1000 * first:.1f}", _interval(speed) if name == "with" else "")
+                table.add_row(str(speed.concurrency), name, *cells)
     return table
 
 

@@ -4,7 +4,7 @@ Two protocols: that of OpenAI's completions (vLLM, SGLang), and llama.cpp's own.
 the server's chat template has no part in the check.
 """
 
-import json
+import codecs
 import re
 import time
 from collections import Counter
@@ -24,8 +24,6 @@ CONNECT_SECONDS, SILENT_SECONDS, ANSWER_SECONDS = 10.0, 120.0, 900.0
 """Most seconds of a connection, between two parts of a reply, and of a whole reply."""
 ENDED, CUT = ("stop", "eos", "word"), ("length", "limit")
 """Reasons for an answer's end in both protocols: the model ended it, or the limit did."""
-MOST_HELD = 3
-"""Most tokens at the limit that a server doesn't send, since they begin a character without ending it (llama.cpp)."""
 ABSENT = (403, 404, 405, 501)
 """Statuses of a path that a server doesn't have, or a proxy before it doesn't offer."""
 MOST_REPLY_BYTES = 16 << 20
@@ -117,7 +115,21 @@ class _Part(BaseModel):
     stop: bool = False
     stop_type: str = ""
     tokens_evaluated: int | None = None
+    tokens_predicted: int = 0
     error: Any = None
+
+    def tops(self) -> list[dict[int, float]]:
+        """Return the log-probabilities of the most probable tokens at each place."""
+        places = self.completion_probabilities
+        return [{top.id: top.logprob for top in place.top_logprobs if top.logprob is not None} for place in places]
+
+
+class _Model(BaseModel):
+    id: str
+
+
+class _Models(BaseModel):
+    data: list[_Model]
 
 
 class Server:
@@ -127,7 +139,17 @@ class Server:
     needs one, is read from the environment only, and never printed.
     """
 
-    def __init__(self, url: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        url: str,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        stop_ids: Sequence[int],
+        *,
+        target_name: str = "",
+        model: str | None = None,
+    ) -> None:
+        """`model` is the model's name there; None takes that of the target, or the only one."""
         if not is_address(url):
             raise ValueError(f"the server's URL {NO_ADDRESS}")
         self.url = re.sub(r"(/v1)?/*$", "", url)
@@ -141,7 +163,7 @@ class Server:
             trust_env=False,
         )
         self.is_llama_cpp = "default_generation_settings" in self._get("/props")
-        self.model = "" if self.is_llama_cpp else self._model()
+        self.model = "" if self.is_llama_cpp else self._model(model, target_name)
 
     def close(self) -> None:
         """Close the connections."""
@@ -151,14 +173,22 @@ class Server:
         """Return the text at a path; empty if the server doesn't have it."""
         return "".join(part for _, part in self._parts("GET", path, None))
 
-    def _model(self) -> str:
+    def _model(self, wanted: str | None, target_name: str) -> str:
         try:
-            return str(json.loads(self._get("/v1/models"))["data"][0]["id"])
-        except (ValueError, KeyError, IndexError, TypeError):
+            served = [model.id for model in _Models.model_validate_json(self._get("/v1/models")).data]
+        except ValidationError:
+            served = []
+        if not served:
             raise ValueError(
                 f"{self.url} is neither a server of OpenAI's completions nor one of llama.cpp: /v1/models lists no model, and "
                 f"/props no settings. Is it the right address, and {KEY_VARIABLE} its key?"
-            ) from None
+            )
+        if found := next((name for name in (wanted, None if wanted else target_name) if name in served), None):
+            return found
+        if wanted or len(served) > 1:
+            named = f"and none of them is model={wanted}" if wanted else f"and the target is {target_name!r}: name one by model"
+            raise ValueError(f"{self.url} serves {shown(', '.join(served))}, {named}")
+        return served[0]
 
     def counts(self) -> DraftCounts | None:
         """Return what the server has counted of its drafts; None if it doesn't say (llama.cpp: --metrics)."""
@@ -199,18 +229,21 @@ class Server:
             body |= {"stream_options": {"include_usage": True}}
             body |= {"logprobs": num_top, "return_tokens_as_token_ids": True} if num_top else {"cache_salt": token_hex(8)}
         started, first = time.perf_counter(), None
-        tokens, text, tops, reason, num_read = list[int](), "", list[dict[int, float]](), "", None
+        tokens, text, tops, reason, num_read, num_written = list[int](), "", list[dict[int, float]](), "", None, 0
         for at, event in self._events(path, body):
             part = self._part(event) if self.is_llama_cpp else self._chunk(event)
             first = at if first is None and (part.tokens or part.content) else first
             tokens += part.tokens
             text += part.content
-            tops += [
-                {top.id: top.logprob for top in place.top_logprobs if top.logprob is not None}
-                for place in part.completion_probabilities
-            ]
+            tops += part.tops()
             reason, num_read = part.stop_type or reason, part.tokens_evaluated or num_read
+            num_written = max(num_written, part.tokens_predicted)
         seconds = time.perf_counter() - started
+        if reason and num_written > len(tokens) + (reason in ENDED):
+            # llama.cpp streams the last token only of a character that has several, and none of an unfinished one.
+            for _, event in self._events(path, {**body, "stream": False}):
+                whole = self._part(event)
+                tokens, text, tops, reason = whole.tokens, whole.content, whole.tops(), whole.stop_type or reason
         if reason and reason not in (*ENDED, *CUT):
             raise ValueError(f"{self.url}{path} ended an answer for the reason {shown(reason)!r}; see the server's log")
         if not reason:
@@ -229,7 +262,7 @@ class Server:
             tokens, ended = tokens[:end], True
         if not tokens and not ended:
             raise ValueError(f"{self.url}{path} was asked for {max_tokens} tokens and sent none, without an end of the answer")
-        if not ended and not is_retokenized and len(tokens) < max_tokens - MOST_HELD:
+        if not ended and not is_retokenized and len(tokens) < max_tokens:
             raise ValueError(
                 f"{self.url}{path} was asked for {max_tokens} tokens and cut its answer after {len(tokens)}: its context "
                 "window, or a limit of its own, is smaller"
@@ -289,12 +322,15 @@ class Server:
         """Yield the parts of a reply with their times. Raises an error that names the address and the fault."""
         deadline, num_bytes, url = time.perf_counter() + ANSWER_SECONDS, 0, f"{self.url}{path}"
         try:
-            with self._client.stream(method, url, json=body) as response:
+            silence = ANSWER_SECONDS if body is not None and not body["stream"] else SILENT_SECONDS
+            timeout = httpx.Timeout(silence, connect=CONNECT_SECONDS, pool=None)
+            decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+            with self._client.stream(method, url, json=body, timeout=timeout) as response:
                 is_bad = response.status_code != 200
                 if body is None and response.status_code in ABSENT:
                     return
                 message = response.headers.get("location", "")  # redirects aren't followed
-                for part in response.iter_text():
+                for part in map(decode, response.iter_bytes()):
                     num_bytes += len(part)
                     if num_bytes > MOST_REPLY_BYTES:
                         raise ValueError(f"{url} answers with more than {MOST_REPLY_BYTES:,} bytes, which no answer has")

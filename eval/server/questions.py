@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
 
@@ -16,7 +17,7 @@ from .client import Reply, Server
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 CODE_BLOCK = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
-NO_OUTPUT: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+NO_OUTPUT: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
 RUN_SECONDS = 10.0
 """Longest run of an answer's program."""
 
@@ -103,8 +104,9 @@ def _value(number: str) -> float:
 
 
 def _runs(program: str) -> bool:
-    try:
-        command = [sys.executable, "-I", "-c", program]
-        return subprocess.run(command, timeout=RUN_SECONDS, check=False, **NO_OUTPUT).returncode == 0
-    except subprocess.TimeoutExpired:
-        return False
+    """Run a program in an empty folder, without this process's environment, which may hold keys."""
+    command, content = [sys.executable, "-I", "-"], program.encode(errors="replace")
+    with TemporaryDirectory() as folder, suppress(subprocess.TimeoutExpired):
+        options: dict[str, Any] = {"input": content, "cwd": folder, "env": {}, "timeout": RUN_SECONDS, **NO_OUTPUT}
+        return subprocess.run(command, check=False, **options).returncode == 0
+    return False

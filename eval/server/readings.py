@@ -76,6 +76,8 @@ class TargetHere:
         logprobs = torch.cat([logprobs.index_fill(1, torch.tensor(stops, dtype=torch.long), -torch.inf), together], dim=1)
         own, probs = logprobs.gather(1, torch.tensor(answer)[:, None] % logprobs.shape[1]), logprobs.exp()
         deficits = logprobs.amax(1) - own[:, 0]
+        if logprobs.isnan().any():
+            raise ValueError("the target's logits here are not numbers (NaN), so they judge nothing: load it in another dtype")
         greater, equal = (probs * (logprobs > own)).sum(1), (probs * (logprobs == own)).sum(1)
         columns = zip(deficits.tolist(), greater.tolist(), equal.tolist(), strict=True)
         return [Reading(deficit=deficit, greater=above, own=same) for deficit, above, same in columns]

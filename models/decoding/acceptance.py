@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch.nn.functional import pad
 
-from .sampling import Randomness, Sampling, choose, draw, flip, warp
+from .sampling import Randomness, RowSeeds, Sampling, choose, draw, flip, warp
 from .tree import DraftTree, Drawn
 from .types import NO_NODE, Acceptance, TargetOutput
 
@@ -37,7 +37,8 @@ class SpeculativeSampling:
     Proof of exactness: each emitted token is a draw from p given the text before it, independent of
     all other draws. The tree is a function of the text alone; it only decides after how many draws
     the walk ends. One of the children is accepted with probability sum p(child). No exact rule for
-    such trees accepts more.
+    such trees accepts more. A tree may also be a function of the numbers of `RowSeeds` (see `foreseen`): each
+    draw is a function of p, the seed and the place, whatever the tree is, so the text is plain decoding's.
 
     **Drawn trees** (`tree.drawn` has the distribution q that each node's children were drawn from).
     The children are tried in turn (arXiv 2302.01318 for one child, 2305.09781 section 4.3 for
@@ -63,6 +64,8 @@ class SpeculativeSampling:
         return True
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
+        if tree.drawn is None and isinstance(generator, RowSeeds) and output.logits.device.type == "cpu":
+            return follow_draws(tree, output.logits, self.sampling, generator)
         probs = warp(output.logits, self.sampling)
         if tree.drawn is None:
             return follow_choices(tree, choose(probs, pad(tree.depths, (1, 0)), tree.max_depth, generator))
@@ -211,6 +214,31 @@ def follow_choices(tree: DraftTree, choices: Int[torch.Tensor, "batch entry"]) -
         return Acceptance(path=tree.tokens, num_accepted=nothing, entry=nothing, bonus_token=choices[:, 0])
     walk = follow(tree, tree.tokens == choices.gather(1, tree.parents + 1))
     return walk.accept(choices.gather(1, walk.entry[:, None])[:, 0])
+
+
+def follow_draws(
+    tree: DraftTree, logits: Float[torch.Tensor, "batch entry vocab"], sampling: Sampling, seeds: RowSeeds
+) -> Acceptance:
+    """Walk down as `follow_choices` does, and draw only after the entries on the way.
+
+    The host waits after each. On a CPU that is faster: drawing after all entries took longer than a small
+    target's pass.
+    """
+    batch = len(logits)
+    entry = torch.zeros(batch, dtype=torch.long)
+    num_accepted, bonus, going = torch.zeros_like(entry), torch.zeros_like(entry), torch.arange(batch)
+    for depth in range(tree.max_depth + 1):
+        probs = warp(logits[going, entry[going]], sampling)
+        clocks = seeds.clocks(probs.new_empty(batch), torch.tensor([depth]), probs.shape[-1])[going, 0]
+        bonus[going] = (probs / clocks).argmax(-1)
+        is_next = (tree.parents[going] == entry[going, None] - 1) & (tree.tokens[going] == bonus[going, None])
+        has_next = is_next.any(-1)
+        if not has_next.any():
+            break
+        going = going[has_next]
+        entry[going] = is_next[has_next].byte().argmax(-1) + 1
+        num_accepted[going] += 1
+    return Acceptance(path=_path_to(tree, entry, num_accepted), num_accepted=num_accepted, entry=entry, bonus_token=bonus)
 
 
 def _path_to(

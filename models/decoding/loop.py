@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..machine import synchronize
 from ..phases import PhaseSeconds
+from .acceptance import SpeculativeSampling
 from .protocols import AcceptanceRule, Drafter, State, Target
 from .reading import in_batch, read_acceptance
 from .sampling import Randomness, RowSeeds
@@ -42,7 +43,8 @@ def generate(
 
     The tokens are exactly those of plain decoding with the same rule: every stop rule (see
     `Stopping`) also cuts an accepted path. With `RowSeeds` as `generator`, a row's samples depend
-    neither on its neighbours nor on the drafter. A torch.Generator is shared by all rows. `timed`
+    neither on its neighbours nor on the drafter, and the drafter may foresee the draws (see `foreseen`). A
+    torch.Generator is shared by all rows. `timed`
     measures the seconds of each phase, and synchronises an accelerator after each.
 
     Raises ValueError for prompts that are empty or fill the context window, and for a token that
@@ -50,6 +52,8 @@ def generate(
     RuntimeError if the target begins another batch before the answers have ended.
     """
     batch = Prompts.of(prompts)
+    if isinstance(generator, RowSeeds) and isinstance(rule, SpeculativeSampling):
+        generator = generator.shown(rule.sampling)
     stopping = Stopping(batch.lengths, max_new_tokens, target.context_length, stop_ids, stop_strings, tokenizer)
     lap = Stopwatch(batch.input_ids.device, is_on=timed)
     # 1. Prefill: the target reads the prompts and chooses the first token of each answer.

@@ -158,11 +158,12 @@ class RowSeeds:
     Other decisions (`draw`, `flip`) also depend on the number of earlier decisions. Padding after a
     row's nodes changes nothing. All numbers are the same on every device (see `stream_keys`).
 
-    Use an instance for one call of `generate`.
+    With `sampling`, the way in which the target's tokens are drawn, drafters may look at the clocks of coming
+    tokens (see `foreseen`). Use an instance for one call of `generate`.
     """
 
-    def __init__(self, seeds: Sequence[int], positions: Sequence[int] | None = None) -> None:
-        self.seeds = tuple(seed & MAX_SEED for seed in seeds)
+    def __init__(self, seeds: Sequence[int], positions: Sequence[int] | None = None, sampling: Sampling | None = None) -> None:
+        self.seeds, self.sampling = tuple(seed & MAX_SEED for seed in seeds), sampling
         self._positions = (0,) * len(self.seeds) if positions is None else tuple(positions)
         self._rows: torch.Tensor | None = None
         self._num_decisions = 0
@@ -183,10 +184,27 @@ class RowSeeds:
     def choose(
         self, probs: Float[torch.Tensor, "batch entry vocab"], depths: Int[torch.Tensor, "batch entry"], max_depth: int
     ) -> Int[torch.Tensor, "batch entry"]:
-        seeds, positions = self._rows_for(probs)[..., None]
-        keys = stream_keys(seeds, positions + torch.arange(max_depth + 1, device=probs.device))
-        clocks = exponential(keys, probs.shape[-1]).to(probs.dtype)  # [batch, depth, vocab]
+        clocks = self.clocks(probs, torch.arange(max_depth + 1, device=probs.device), probs.shape[-1])
         return _first_to_ring(probs, clocks.gather(1, depths[:, :, None].expand_as(probs)))
+
+    def clocks(
+        self,
+        probs: Float[torch.Tensor, "batch *_"],
+        depths: Int[torch.Tensor, " depth"],
+        tokens: int | Int[torch.Tensor, " token"],
+    ) -> Float[torch.Tensor, "batch depth token"]:
+        """Return the clocks by which `choose` picks the tokens after entries at some depths, of all or of some tokens.
+
+        They are on the device and in the type of `probs`.
+        """
+        seeds, positions = self._rows_for(probs)[..., None]
+        return exponential(stream_keys(seeds, positions + depths), tokens).to(probs.dtype)
+
+    def rings(self, row: int, depths: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """Return one clock for each depth and its token, of a row."""
+        seeds, positions = torch.tensor([[self.seeds[row]], [self._positions[row]]])
+        keys = stream_keys(seeds, positions + torch.tensor(depths))
+        return [float(value) for value in exponential(keys, torch.tensor(tokens)[:, None])[:, 0]]
 
     def draw(self, probs: Float[torch.Tensor, "batch *entry vocab"]) -> Int[torch.Tensor, "batch *entry"]:
         return _first_to_ring(probs, self._numbers(exponential, probs).to(probs.dtype))
@@ -200,7 +218,11 @@ class RowSeeds:
     def after(self, num_emitted: Sequence[int], rows: Sequence[int]) -> "RowSeeds":
         """Return the seeds of these rows after their answers have grown by `num_emitted` tokens."""
         positions = [self._positions[row] + num_emitted[row] for row in rows]
-        return RowSeeds([self.seeds[row] for row in rows], positions)
+        return RowSeeds([self.seeds[row] for row in rows], positions, self.sampling)
+
+    def shown(self, sampling: Sampling) -> "RowSeeds":
+        """Return the same seeds for tokens that are drawn so, which drafters may foresee."""
+        return RowSeeds(self.seeds, self._positions, sampling)
 
     def _numbers(self, make: Callable[[torch.Tensor, int], torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         """Return random numbers of the shape of `like`: number i of each row's stream."""
@@ -224,6 +246,37 @@ def wind_clocks(clocks: Float[torch.Tensor, " vocab"], seed: int, position: int)
     """
     seeds, positions = RowSeeds([seed], [position]).rows(clocks.device)
     return clocks.copy_(exponential(stream_keys(seeds, positions), len(clocks))[0])
+
+
+SHARPNESS = 0.75
+"""How sure a drafter is of the token that its own probabilities and the clocks choose: the scale of its scores.
+Measured with SmolLM2's ReDrafter, by likelihood."""
+
+
+def foreseen(
+    logits: Float[torch.Tensor, "batch node output"],
+    depths: Sequence[int],
+    generator: Randomness,
+    to_tokens: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Float[torch.Tensor, "batch node output"]:
+    """Return a drafter's logits for the tokens that the target will draw, where its clocks are known.
+
+    The target draws the arg-max of log p - log clock (see `RowSeeds`), and the clocks are known before p is. So the
+    arg-max of log q - log clock is the better draft: it is the same token wherever q is near p (arXiv 2408.07978,
+    section 3). What is drawn doesn't depend on it.
+
+    `depths` are those of the entries that the nodes follow, one for all nodes or one for each. `to_tokens` returns the
+    target's tokens of outputs, where these differ. Without known clocks the logits stay as they are.
+    """
+    if not isinstance(generator, RowSeeds) or generator.sampling is None:
+        return logits
+    sampling, logits = generator.sampling, logits.to(torch.promote_types(logits.dtype, MIN_PRECISION))
+    has_limits = sampling.top_k is not None or sampling.top_p is not None
+    scores = warp(logits, sampling).log() if has_limits else logits / sampling.temperature
+    size = logits.shape[-1]
+    tokens = to_tokens(torch.arange(size, device=logits.device)) if to_tokens else size
+    clocks = generator.clocks(logits, torch.tensor(depths, device=logits.device), tokens)
+    return SHARPNESS * (scores - clocks.log())
 
 
 def _first_to_ring(
@@ -255,16 +308,21 @@ def stream_keys(*parts: Int[torch.Tensor, "*#stream"]) -> Int[torch.Tensor, "*st
     return key
 
 
-def uniform(keys: Int[torch.Tensor, "*stream"], count: int) -> Float[torch.Tensor, "*stream count"]:
-    """Return the first `count` numbers of each stream, in float64, above 0 and below 1."""
-    bits = _mixed(keys[..., None] + torch.arange(1, count + 1, device=keys.device) * GOLDEN)
+def uniform(
+    keys: Int[torch.Tensor, "*stream"], count: int | Int[torch.Tensor, "*#stream number"]
+) -> Float[torch.Tensor, "*stream number"]:
+    """Return the first `count` numbers of each stream, or those with these indexes, in float64, above 0 and below 1."""
+    indexes = torch.arange(count, device=keys.device) if isinstance(count, int) else count
+    bits = _mixed(keys[..., None] + (indexes + 1) * GOLDEN)
     # The upper bits, as a fraction: in the middle of each of 2**52 intervals, so never 0 or 1.
     bits = bits.bitwise_right_shift_(64 - FLOAT_BITS).bitwise_and_(2**FLOAT_BITS - 1)
     return bits.double().add_(0.5).mul_(2.0**-FLOAT_BITS)
 
 
-def exponential(keys: Int[torch.Tensor, "*stream"], count: int) -> Float[torch.Tensor, "*stream count"]:
-    """Return `count` exponential times of rate 1 for each stream, in float64, above 0."""
+def exponential(
+    keys: Int[torch.Tensor, "*stream"], count: int | Int[torch.Tensor, "*#stream number"]
+) -> Float[torch.Tensor, "*stream number"]:
+    """Return exponential times of rate 1 for each stream, in float64, above 0: see `uniform`."""
     return uniform(keys, count).log_().neg_()
 
 

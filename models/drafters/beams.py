@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch.nn.functional import pad
 
+from ..decoding.sampling import Randomness, foreseen
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE
 
@@ -68,8 +69,11 @@ def beam_search(
     *,
     width: int,
     top_k: int | None = None,
+    generator: Randomness = None,
 ) -> SearchTree:
     """Search for the `width` most probable continuations, with a token for each `hidden` vector.
+
+    With a `generator` that shows its draws, for those that the target is likely to draw.
 
     A vocabulary smaller than `width`, or a smaller `top_k` (see `likeliest_successors`), gives fewer
     beams. All beams advance together: there is no loop over
@@ -83,6 +87,7 @@ def beam_search(
     for depth in range(length):
         # 1. Rank the successors of all beams, and keep the best.
         logits = drafter.logits(hidden[:, depth, None].expand_as(state), state)  # [batch, beam, vocab]
+        logits = foreseen(logits, [depth], generator, drafter.to_target_tokens)
         outputs, beam, scores = likeliest_successors(logits, scores, width, top_k)
         token = drafter.to_target_tokens(outputs)
         # 2. Record them as nodes, with back-pointers to their parents.

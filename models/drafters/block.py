@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache
 
 from ...data.types import DrafterBatch
-from ..decoding.sampling import Randomness
+from ..decoding.sampling import Randomness, foreseen
 from ..decoding.types import Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers, decoder_of
@@ -299,7 +299,7 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
 
     def search_after(self, state: CachedText, last_token: Int[torch.Tensor, " batch"], generator: Randomness) -> SearchTree:
         outputs = self._draft_pass(state, last_token)
-        return self.search_slots(self.of_tokens(outputs, self.config.search_depth), last_token)
+        return self.search_slots(self.of_tokens(outputs, self.config.search_depth), last_token, generator)
 
     def _draft_pass(
         self, state: CachedText, last_token: Int[torch.Tensor, " batch"]
@@ -331,13 +331,17 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
         return outputs
 
     def search_slots(
-        self, hidden: Float[torch.Tensor, "batch slot hidden"], last_token: Int[torch.Tensor, " batch"]
+        self,
+        hidden: Float[torch.Tensor, "batch slot hidden"],
+        last_token: Int[torch.Tensor, " batch"],
+        generator: Randomness = None,
     ) -> SearchTree:
         """Search for the most probable paths through the slots."""
         if isinstance(self.correction, Recurrent):
-            return beam_search(self, hidden, last_token, width=self.config.width)
+            return beam_search(self, hidden, last_token, width=self.config.width, generator=generator)
         limits = {"width": self.config.width, "num_candidates": self.config.candidates}
-        return lattice_search(self.correction, self.head(hidden), last_token, self.vocabulary, **limits)
+        logits = foreseen(self.head(hidden), range(hidden.shape[1]), generator, self.to_target_tokens)
+        return lattice_search(self.correction, logits, last_token, self.vocabulary, **limits)
 
     @property
     def num_cache_layers(self) -> int:

@@ -171,7 +171,7 @@ class DraftModel(CachedDrafter):
         # 2. Search, or draw a tree.
         depth, width = self.config.length, self.config.top_k
         if not self.config.temperature:
-            return search_tree(logits, read, width=width, depth=depth)
+            return search_tree(logits, read, width=width, depth=depth, generator=generator)
         drawing = GroupDrawing(
             temperature=self.config.temperature,
             num_children=self._num_children,

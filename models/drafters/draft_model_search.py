@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from jaxtyping import Float
 
+from ..decoding.sampling import Randomness, foreseen
 from ..decoding.tree import DraftTree, empty_tree
 from ..decoding.types import NO_NODE
 from .beams import SearchTree, likeliest_successors
@@ -18,7 +19,9 @@ from .group_search import GroupDrawing, GroupSearch
 Read = Callable[[DraftTree, int], torch.Tensor]
 
 
-def search_tree(logits: Float[torch.Tensor, "batch 1 vocab"], read: Read, *, width: int, depth: int) -> SearchTree:
+def search_tree(
+    logits: Float[torch.Tensor, "batch 1 vocab"], read: Read, *, width: int, depth: int, generator: Randomness = None
+) -> SearchTree:
     """Search for the `width` most probable continuations of each depth; all but the last are read.
 
     `logits` are those after the last committed token.
@@ -28,7 +31,7 @@ def search_tree(logits: Float[torch.Tensor, "batch 1 vocab"], read: Read, *, wid
     first = NO_NODE  # the first of the nodes at the ends of the paths; the others follow it
     while True:
         # 1. Extend each path by its most probable tokens, and keep the most probable paths.
-        tokens, path, next_scores = likeliest_successors(logits, scores, width)
+        tokens, path, next_scores = likeliest_successors(foreseen(logits, [len(levels)], generator), scores, width)
         levels.append((tokens, path + first, next_scores))
         first, scores = first + scores.shape[1], next_scores
         search = SearchTree.of(levels)

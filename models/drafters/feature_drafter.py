@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache
 
 from ...data.types import DrafterBatch
-from ..decoding.sampling import Randomness
+from ..decoding.sampling import Randomness, foreseen
 from ..decoding.types import Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_of
@@ -258,7 +258,8 @@ class FeatureDrafter(CachedDrafter):
         """Read the new entries, then search, or draw groups at random: see `group_search`."""
         output = self._read_unread(state, last_token)
         if not self.config.temperature:
-            return self._search(state.cache, output, self._likeliest_children, depth=self.config.depth)
+            children = partial(self._likeliest_children, generator)
+            return self._search(state.cache, output, children, depth=self.config.depth)
         num_children = min(self._num_children, self.config.tree_nodes)
         drawing = GroupDrawing(
             temperature=self.config.temperature,
@@ -268,7 +269,7 @@ class FeatureDrafter(CachedDrafter):
         )
         depth = min(self.config.depth, self.max_nodes // num_children)  # a deeper node has no room
         return drawing.drawn(
-            self._search(state.cache, output, lambda outputs: drawing.children(self.logits(outputs)), depth=depth)
+            self._search(state.cache, output, lambda outputs, _: drawing.children(self.logits(outputs)), depth=depth)
         )
 
     def _read_unread(self, state: CachedText, last_token: Int[torch.Tensor, " batch"]) -> Float[torch.Tensor, "batch hidden"]:
@@ -294,7 +295,7 @@ class FeatureDrafter(CachedDrafter):
         self,
         cache: TreeCache,
         output: Float[torch.Tensor, "batch hidden"],
-        children: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        children: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]],
         *,
         depth: int,
     ) -> SearchTree:
@@ -302,7 +303,7 @@ class FeatureDrafter(CachedDrafter):
 
         At each depth the `top_k` most probable nodes are expanded (arXiv 2406.16858, section 4.1).
         `output` is the layer's output at the last committed token. `children` returns the tokens after
-        each of several outputs, and their log-probabilities.
+        each of several outputs at a depth, and their log-probabilities.
         """
         lengths = cache.lengths.device
         hidden, result = output[:, None], GroupSearch(len(output), output.device)
@@ -311,7 +312,7 @@ class FeatureDrafter(CachedDrafter):
         related = torch.zeros(len(output), 1, 0, dtype=torch.bool, device=output.device)
         while True:
             # 1. The children of each node.
-            result.add(*children(hidden))
+            result.add(*children(hidden, result.depth))
             if result.depth == depth:
                 return result.tree()
             # 2. The most probable paths of this depth.
@@ -331,10 +332,11 @@ class FeatureDrafter(CachedDrafter):
             )
 
     def _likeliest_children(
-        self, outputs: Float[torch.Tensor, "batch node hidden"]
+        self, generator: Randomness, outputs: Float[torch.Tensor, "batch node hidden"], depth: int
     ) -> tuple[Int[torch.Tensor, "batch node child"], Float[torch.Tensor, "batch node child"]]:
         """Return the most probable tokens after each node, and their log-probabilities (at most 0)."""
-        log_probs, chosen = largest(self.logits(outputs).log_softmax(-1, dtype=torch.float32), self._num_children)
+        logits = foreseen(self.logits(outputs), [depth], generator, self.vocabulary.target_tokens)
+        log_probs, chosen = largest(logits.log_softmax(-1, dtype=torch.float32), self._num_children)
         return self.vocabulary.target_tokens(chosen), log_probs
 
     @property

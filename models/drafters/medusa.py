@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import nn
 
 from ...data.types import DrafterBatch
-from ..decoding.sampling import Randomness
+from ..decoding.sampling import Randomness, foreseen
 from ..decoding.types import NO_NODE
 from ..llm.hf_target import HFTarget
 from .base import LastStateDrafter
@@ -144,7 +144,8 @@ class Medusa(LastStateDrafter):
 
         Its scores are the measured accuracies of the ranks.
         """
-        _, ranked = largest(self.logits(state), self.num_ranks)  # [batch, head, rank]
+        logits = self.logits(state)
+        _, ranked = largest(foreseen(logits, range(logits.shape[1]), generator), self.num_ranks)  # [batch, head, rank]
         tokens = ranked.flatten(1)[:, self.node_tokens]
         parents, scores = self.node_parents.expand_as(tokens), self.node_scores.expand(tokens.shape)
         return SearchTree(tokens=tokens, parents=parents, scores=scores, level_sizes=self.level_sizes), None

@@ -20,10 +20,12 @@ from jaxtyping import Int
 
 from ..decoding.growing_tree import UNREAD
 from ..decoding.pacing import MAX_READS
+from ..decoding.sampling import Randomness, RowSeeds
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE, AcceptedPath, Prompts, TargetOutput
 from .base import TrainableDrafter
 from .calibration import BIN_BOUNDS, MAX_SOURCES, OutcomeCounts, start_of_text
+from .candidates import depths_of
 from .growing_draft import GrowingModel, GrowingRow, GrowingText
 from .merging import MAX_WALKS, MergedRow, MergeWalk, Proposals, follow, grow, rows_of_search
 from .training_free import TextState, TrainingFreeDrafter
@@ -73,6 +75,8 @@ class MergedDraft:
     """What each source that was asked needs to advance, by its index."""
     proposals: list[list[Proposals]]
     """The candidates so far, by row."""
+    generator: Randomness = None
+    """The target's random numbers, which may show its draws."""
     grown: dict[int, list[Proposals]] = field(default_factory=dict)
     """Those of the growing models, by the model's index; a node has the same number in the
     model's own tree."""
@@ -175,11 +179,23 @@ class MergeSources:
 
     # --- drafting
 
-    def open(self, state: MergedState, last_token: Int[torch.Tensor, " batch"], last_tokens: Sequence[int]) -> MergedDraft:
+    def open(
+        self,
+        state: MergedState,
+        last_token: Int[torch.Tensor, " batch"],
+        last_tokens: Sequence[int],
+        generator: Randomness = None,
+    ) -> MergedDraft:
         """Learn from the last tokens, and return what is left of the trees of growing models."""
         for text, token in zip(state.texts, last_tokens, strict=True):
             text.follow([token], self.counts)
-        draft = MergedDraft(state=state, last_token=last_token, last_tokens=last_tokens, proposals=[[] for _ in last_tokens])
+        draft = MergedDraft(
+            state=state,
+            last_token=last_token,
+            last_tokens=last_tokens,
+            proposals=[[] for _ in last_tokens],
+            generator=generator,
+        )
         for index in self.models:
             part = state.sources[index]
             self.parts[index].open(part, last_tokens)
@@ -196,14 +212,18 @@ class MergeSources:
             self.read(draft, index, [[NO_NODE]] * len(draft.rows))
             return
         if not isinstance(source, TrainingFreeDrafter):
-            search, draft.drafted[index] = source.search(state, draft.last_token)
+            search, draft.drafted[index] = source.search(state, draft.last_token, generator=draft.generator)
             candidates = rows_of_search(search, self.max_nodes)
         else:
             draft.drafted[index] = TextState(state, draft.last_tokens)
             candidates = source.candidates(state, draft.last_tokens)
-        for row, row_candidates in zip(draft.proposals, candidates, strict=True):
-            if row_candidates.tokens:
-                row.append(Proposals(index, row_candidates))
+        shown = draft.generator if isinstance(draft.generator, RowSeeds) and draft.generator.sampling else None
+        foresees = isinstance(source, TrainableDrafter)  # a recorded one doesn't
+        for place, (row, found) in enumerate(zip(draft.proposals, candidates, strict=True)):
+            if found.tokens:
+                depths = [depth - 1 for depth in depths_of(found.parents)]
+                rings = None if shown is None or foresees else shown.rings(place, depths, found.tokens)
+                row.append(Proposals(index, found, rings))
 
     def read(self, draft: MergedDraft, index: int, reads: Sequence[Sequence[int]]) -> bool:
         """Let a growing model read some nodes of each row's merged tree; NO_NODE is the root.

@@ -6,10 +6,10 @@ has the `tree_nodes` likeliest nodes. With `pace: expected` each step decides wh
 which nodes a growing model reads, and how many nodes it verifies, by what they are expected to gain
 and what they cost (see `pacing`). While a target waits for its weights, the tree grows further.
 
-The trees depend on the texts so far, and with `pace: expected` on the clock, but never on random
-numbers. So the tokens are those of plain decoding, greedy or sampled, whatever the clock shows: up to the
-rounding of passes of other shapes, and sampled ones if random numbers belong to places of the text
-(`RowSeeds`).
+The trees depend on the texts so far, with `pace: expected` on the clock, and on the target's draws where these are
+known before (`RowSeeds`), but never on other random numbers. So the tokens are those of plain decoding, greedy or
+sampled, whatever the clock shows: up to the rounding of passes of other shapes, and sampled ones if random numbers
+belong to places of the text (`RowSeeds`).
 """
 
 import time
@@ -174,7 +174,7 @@ class MergedDrafter(Drafter[MergedState, MergedProposal]):
     ) -> tuple[DraftTree, MergedProposal]:
         last_tokens = last_token.tolist() if state.last_tokens is None else state.last_tokens
         started = self.clock()
-        draft = self.merge.open(state, last_token, last_tokens)
+        draft = self.merge.open(state, last_token, last_tokens, generator)
         if self.config.pace == "fixed":
             for index in range(len(self.sources)):
                 self.merge.ask(draft, index)

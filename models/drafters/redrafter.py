@@ -10,10 +10,12 @@ state and predicts
 T labelled tokens train T - 1 depths. All depths share the same weights, so a drafter can draft
 deeper than it was trained.
 
-The tree of its beam search is a function of the text. So speculative sampling is exact with it at
-every temperature: at each node the target's draw decides whether the walk continues (see
-`SpeculativeSampling`).
+The tree of its beam search is a function of the text, or of the text and of draws that the target makes whatever
+the tree is (see `foreseen`). So speculative sampling is exact with it at every temperature: at each node the
+target's draw decides whether the walk continues (see `SpeculativeSampling`).
 """
+
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -117,7 +119,8 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
     ) -> tuple[SearchTree, None]:
         """Search with beams (section 3.2)."""
         hidden = state[:, None].expand(-1, self.config.beam_length, -1)
-        return beam_search(self, hidden, last_token, width=self.config.beam_width, top_k=self.config.top_k), None
+        options: dict[str, Any] = {"width": self.config.beam_width, "top_k": self.config.top_k, "generator": generator}
+        return beam_search(self, hidden, last_token, **options), None
 
     def pack(self, search: SearchTree) -> DraftTree:
         """Return the final beams (section 3.3), or the most probable nodes of the search."""

@@ -595,13 +595,13 @@ def run_out_in_audits(monkeypatch: pytest.MonkeyPatch, num_failing: int) -> list
     """
     tried: list[int] = []
 
-    def limited(*arguments: Any, **options: Any) -> Audit:
+    def limited(*arguments: Any, answers: Sequence[list[int]], **options: Any) -> list[Audit]:
         tried.append(1)
         if len(tried) <= num_failing:
             raise ON_A_GPU
-        return Audit(deficit=0.0, position=0, noise=1.0, ends_rightly=True, within_noise=True)
+        return [Audit(deficit=0.0, position=0, noise=1.0, ends_rightly=True, within_noise=True) for _ in answers]
 
-    monkeypatch.setattr(run, "audit", limited)
+    monkeypatch.setattr(run, "audits", limited)
     return tried
 
 
@@ -631,6 +631,32 @@ def test_an_answer_is_unproven_if_its_audit_runs_out_of_memory_twice(run_tiny, d
 
     run_out_in_audits(monkeypatch, 0)
     assert run_tiny(folder)[1]["lossless_label"] == "within noise (1)", "the same command audits it"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_in_its_audits_goes_on_with_the_next(run_tiny, tiny_target_dir, tmp_path, monkeypatch):
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="bfloat16", device="cpu"))
+    original, asked = run.audits, list[int]()
+
+    def killed_at_the_third(*arguments: Any, **options: Any) -> list[Audit]:
+        asked.append(1)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(run, "audits", killed_at_the_third)
+    monkeypatch.setattr(run, "to_audit", lambda records, mismatches, dtype: list(records))
+    monkeypatch.setattr(lossless, "to_audit", run.to_audit)
+    with pytest.raises(KeyboardInterrupt):
+        run_tiny(tmp_path, target)
+    kept = json.loads((tmp_path / "audits.json").read_text())["audits"]
+    assert kept
+    rows = run_tiny(tmp_path, target)
+    assert [row["lossless"] for row in rows] == [True] * 3
+    assert len(asked) == NUM_TURNS + 1, "each prompt once, and the third one again"
+    audits = json.loads((tmp_path / "facts.json").read_text())["audits"]
+    assert kept.items() <= audits.items()
+    assert not (tmp_path / "audits.json").exists()
 
 
 @pytest.mark.slow

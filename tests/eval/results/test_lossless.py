@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outrider.eval.measure import audit as auditing
-from outrider.eval.measure.audit import audit
+from outrider.eval.measure.audit import audit, audits
 from outrider.eval.results.lossless import find_mismatches, is_exact, judge
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.decoding.sampling import wind_clocks
@@ -79,6 +79,21 @@ def test_the_audit_passes_greedy_answers_and_fails_wrong_ones(tiny_target: HFTar
     for at in (0, 5, 11):
         assert not audit(tiny_target, prompt, [*tokens[:at], 11, *tokens[at + 1 :]], max_new_tokens=12).within_noise
     assert audit(tiny_target, prompt, tokens[:1], max_new_tokens=1).within_noise
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_answers_to_a_prompt_are_audited_together_as_alone(tiny_target: HFTarget, temperature: float) -> None:
+    rule = SpeculativeSampling(sampling=Sampling(temperature=temperature)) if temperature else GreedyAcceptance()
+    steps = generate(tiny_target, NullDrafter(), rule, PROMPT, max_new_tokens=24, generator=RowSeeds([3]))
+    long = [token for step in steps for token in step.tokens[0]]
+    answers = [long, long[:5], [*long[:7], 11, *long[8:]], [11]]
+    options: dict[str, Any] = {"max_new_tokens": len(long), "temperature": temperature, "seed": 3}
+    together = audits(tiny_target, PROMPT, answers, **options)
+    assert [one.within_noise for one in together] == [True, False, False, False], "the second ends before the limit"
+    for one, answer in zip(together, answers, strict=True):
+        alone = audit(tiny_target, PROMPT, answer, **options)
+        assert (one.ends_rightly, one.within_noise) == (alone.ends_rightly, alone.within_noise)
+        assert (one.deficit > 1e-3) == (alone.deficit > 1e-3)
 
 
 def test_noise_at_a_single_position_explains_nothing(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/props" and served.is_llama_cpp:
             self._send('{"default_generation_settings": {}}')
         elif self.path == "/v1/models" and not served.is_llama_cpp:
-            self._send('{"data": [{"id": "served"}]}')
+            self._send(json.dumps({"data": [{"id": name} for name in served.models]}))
         else:
             self.send_error(404)
 
@@ -56,6 +56,11 @@ class Handler(BaseHTTPRequestHandler):
             return
         with self.server.lock:  # one at a time: the target has one cache
             events = list(self.server.answer(body))
+        if self.server.holds_characters and not body["stream"]:
+            self._send(json.dumps(self.server.whole(events)))
+            return
+        if self.server.holds_characters:  # each character has two tokens, and its last one is streamed
+            events = [*events[1:-1:2], events[-1]]
         self._send("".join(f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n" for event in events))
 
     def _send(self, text: str, status: int = 200) -> None:
@@ -92,9 +97,10 @@ class Served(ThreadingHTTPServer):
         """Seconds between parts of a reply that never ends; 0 sends as much as it can."""
         self.reason: str | None = None
         """In place of the true reason for an answer's end."""
-        self.writes_nothing = False
+        self.writes_nothing = self.holds_characters = False
         self.error = ""
         self.status_of_get = 200
+        self.models = ["served"]
         self.event: Any = None
         """In place of the events of an answer."""
         self.num_written_at_most: int | None = None
@@ -119,6 +125,12 @@ class Served(ThreadingHTTPServer):
                 yield f"vllm:spec_decode_num_accepted_tokens_per_pos_created{labels} 1.7957e+09"
             elif steps:  # not before its first draft
                 yield f'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{{position="{depth}"}} {count}'
+
+    def whole(self, events: list[Any]) -> dict[str, Any]:
+        """Return the events of llama.cpp as one reply, which has all tokens."""
+        names = ("tokens", "completion_probabilities")
+        joined = {name: [item for event in events for item in event.get(name, [])] for name in names}
+        return {**events[-1], **joined, "content": "".join(event["content"] for event in events)}
 
     def answer(self, body: dict[str, Any]) -> Iterator[Any]:
         """The events of an answer."""
@@ -161,7 +173,8 @@ class Served(ThreadingHTTPServer):
                 logprobs = {"top_logprobs": [{f"token_id:{id}": value for id, value in top.items()}]} if top else None
                 yield {"choices": [{**choice, "logprobs": logprobs, "finish_reason": None}]}
         if self.is_llama_cpp:
-            yield {"content": "", "stop": True, "stop_type": "eos" if ended else "limit", "tokens_evaluated": num_prompt}
+            last = {"content": "", "stop": True, "stop_type": "eos" if ended else "limit", "tokens_evaluated": num_prompt}
+            yield {**last, "tokens_predicted": len(tokens)}
         else:
             yield {"choices": [{"text": "", "token_ids": [], "finish_reason": self.reason or ("stop" if ended else "length")}]}
             yield {"choices": [], "usage": {"prompt_tokens": num_prompt}}

@@ -108,6 +108,47 @@ def test_another_server_is_the_reference_and_the_baseline(check, target, monkeyp
     assert "wrong tokens" in found["verdict"]
 
 
+@pytest.mark.parametrize("reference", [(), ("--without",)])
+def test_a_server_that_streams_the_last_token_of_a_character_is_asked_for_all(check, target, reference):
+    with serving(served(target, is_llama_cpp=True)) as server, serving(served(target, None, is_llama_cpp=True)) as plain:
+        server.holds_characters = plain.holds_characters = True
+        result, found = check(server.url, *reference, *((plain.url,) if reference else ()), "--samples", "64")
+    assert result.exit_code == 0, result.output
+    assert all(line["passed"] for line in found["lines"])
+
+
+def test_as_many_requests_are_under_way_as_it_says(check: Any, target: HFTarget) -> None:
+    with serving(served(target)) as server, serving(served(target, None)) as plain:
+        result, found = check(server.url, "--without", plain.url, "--concurrency", "7")
+        assert result.exit_code == 0, result.output
+        speed = found["speeds"][-1]
+        assert speed["concurrency"] == 7
+        assert speed["plain_tokens_per_second"] > 0
+        refused, _ = check(server.url, "--without", server.url)
+    assert refused.exit_code == 2
+    assert "the server itself" in refused.output
+
+
+def test_one_of_several_models_is_named(check: Any, target: HFTarget) -> None:
+    with serving(served(target)) as server:
+        server.models = ["other", "served"]
+        result, _ = check(server.url)
+        assert result.exit_code == 2
+        assert "serves other, served" in result.output
+        assert "name one by model" in result.output
+        assert check(server.url, "--model", "served")[0].exit_code == 0
+        result, _ = check(server.url, "--model", "third")
+    assert "none of them is model=third" in result.output
+
+
+def test_a_reference_of_nan_judges_nothing(check: Any, running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_logits = HFTarget.plain_logits
+    monkeypatch.setattr(HFTarget, "plain_logits", lambda *arguments: plain_logits(*arguments) * torch.nan)
+    result, _ = check(running.url)
+    assert result.exit_code == 2
+    assert "not numbers (NaN), so they judge nothing" in result.output
+
+
 def test_one_wrong_token_in_100_is_found(check: Any, running: Served) -> None:
     running.wrong_one_in = 100
     result, found = check(running.url, "--max-new-tokens", "48")

@@ -52,7 +52,7 @@ def test_tokens_are_those_of_plain_decoding(target, kind):
     drafter = merged(target, kind, "prompt_lookup")
     actual, steps = decode(target, drafter, rows, rule)
     assert actual == plain
-    _, same_steps = decode(target, drafter, rows, rule)
+    _, same_steps = decode(target, merged(target, kind, "prompt_lookup"), rows, rule)
     assert [step.num_accepted for step in same_steps] == [step.num_accepted for step in steps], "a function of the text"
     assert {step.num_nodes for step in steps[1:]} != {0}
 

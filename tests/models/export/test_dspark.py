@@ -227,7 +227,7 @@ def test_a_drafter_drafts_by_the_published_formula(format, options, qwen3, make_
     state = drafter.init_state(prompts, prefill, max_new_tokens=4)
     slots = []
     search = drafter.search_slots
-    drafter.search_slots = lambda hidden, last_token: slots.append(hidden[0]) or search(hidden, last_token)
+    drafter.search_slots = lambda hidden, *others: slots.append(hidden[0]) or search(hidden, *others)
     tree, _ = drafter.propose(state, torch.tensor(TEXT[-1:]))
     states = drafter.correction.states(torch.tensor([TEXT[-1], *drafts[:-1]]), drafter.embed)
     torch.testing.assert_close(drafter.logits(slots[0], states), expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,87 @@
+"""Drafts that know the target's draws before its probabilities."""
+
+import pytest
+import torch
+
+from outrider.models.decoding import DraftTree, Sampling, SpeculativeSampling, TargetOutput, generate
+from outrider.models.decoding.acceptance import follow_choices
+from outrider.models.decoding.sampling import RowSeeds, choose, foreseen, warp
+from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
+from outrider.models.drafters.merging import rung_first
+
+from ...decoded import texts_of
+
+VOCAB = 30
+PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=1.0), Sampling(temperature=0.6), Sampling(temperature=1.3, top_k=9, top_p=0.9)]
+)
+def test_a_drafter_with_the_targets_probabilities_is_always_right(target, sampling):
+    options = {"kind": "draft_model", "num_layers": 2, "init": "target_layers", "length": 4, "top_k": 1, "tree_nodes": 4}
+    twin, rule = build_drafter(parse_drafter(options), target).double().eval(), SpeculativeSampling(sampling=sampling)
+    prompts = [torch.tensor(prompt) for prompt in PROMPTS]
+
+    def decode(drafter, generator):
+        steps = list(generate(target, drafter, rule, prompts, max_new_tokens=16, generator=generator))
+        return texts_of(steps, len(prompts)), [step.num_accepted for step in steps[1:]]
+
+    text, accepted = decode(twin, RowSeeds([5, 6, 7]))
+    assert accepted == [(4, 4, 4)] * 3
+    assert text == decode(NullDrafter(), RowSeeds([5, 6, 7]))[0]
+    _, accepted = decode(twin, torch.Generator().manual_seed(5))
+    assert any(min(counts) < 4 for counts in accepted), "a generator's draws aren't known before"
+
+
+def test_a_token_of_a_reduced_vocabulary_has_its_own_clock():
+    logits, tokens = torch.randn(2, 3, VOCAB), torch.tensor([3, 4, 11, 29])
+    seeds = RowSeeds([1, 2], [7, 0], Sampling(temperature=0.8))
+    whole = foreseen(logits, [0, 1, 2], seeds)
+    assert torch.allclose(foreseen(logits[..., tokens], [0, 1, 2], seeds, tokens.__getitem__), whole[..., tokens])
+    depths = torch.arange(3).expand(2, -1)
+    chosen = choose(warp(logits, Sampling(temperature=0.8)), depths, 2, seeds)
+    assert torch.equal(whole.argmax(-1), chosen)
+    assert foreseen(logits, [0], RowSeeds([1, 2])) is logits
+    rings = seeds.rings(0, [2, 0], [11, 3])
+    clocks = seeds.clocks(logits.double(), torch.arange(3), VOCAB)[0]
+    assert rings == pytest.approx([float(clocks[2, 11]), float(clocks[0, 3])])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_drawing_on_the_way_is_drawing_everywhere(seed):
+    random = torch.Generator().manual_seed(seed)
+    num_nodes, rows, depth = 14, 3, 4
+    trees = []
+    for _ in range(rows):
+        parents, depths, tokens = [], [], []
+        while len(parents) < num_nodes:
+            parent = int(torch.randint(-1, len(parents), (), generator=random)) if parents else -1
+            token = int(torch.randint(0, 6, (), generator=random))
+            taken = any(above == parent and other == token for above, other in zip(parents, tokens, strict=True))
+            level = 1 if parent == -1 else depths[parent] + 1
+            if level <= depth and not taken:
+                parents.append(parent)
+                depths.append(level)
+                tokens.append(token)
+        trees.append((tokens, parents))
+    tree = DraftTree(
+        tokens=torch.tensor([tokens for tokens, _ in trees]),
+        parents=torch.tensor([parents for _, parents in trees]),
+        max_depth=depth,
+    )
+    logits = torch.randn(rows, num_nodes + 1, 6, generator=random)
+    seeds, rule = RowSeeds([seed, seed + 1, seed + 2], [0, 4, 9]), SpeculativeSampling(sampling=Sampling(temperature=0.9))
+    found = rule(tree, TargetOutput(logits=logits, hidden_states=torch.zeros(rows, num_nodes + 1, 1)), generator=seeds)
+    depths = torch.cat([torch.zeros(rows, 1, dtype=torch.long), tree.depths], dim=1)
+    expected = follow_choices(tree, choose(warp(logits, rule.sampling), depths, depth, seeds))
+    for name in ("path", "num_accepted", "entry", "bonus_token"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+def test_a_later_clock_makes_a_token_less_likely():
+    for prob in (0.01, 0.4, 0.99):
+        odds = [rung_first(prob, ring) for ring in (1e-9, 0.1, 0.7, 3.0, 40.0)]
+        assert odds == sorted(odds, reverse=True)
+        assert 0 < odds[-1] < prob < odds[0] < 1
+    assert rung_first(0.0, 0.5) == 0.0
