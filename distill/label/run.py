@@ -153,7 +153,7 @@ def describe_labels(config: DistillConfig, data: DataConfig, target: HFTarget, p
         features_dtype=config.features_dtype,
         top_logprobs=config.top_logprobs,
         sampling=LabelSampling(temperature=config.label_temperature, seed=config.seed) if config.label_temperature else None,
-        branches=config.branches,
+        branches=config.decodes_branches,
         data_sha256=data_sha256,
         plan_sha256=plan_sha256(plan, data_sha256),
         max_length=data.max_length,
@@ -265,7 +265,7 @@ def _label_batch(
         top_k=config.top_logprobs,
         sampled=sampled,
         read=None if served is None else served.read([example.input_ids for example in examples]),
-        branches=config.branches,
+        branches=config.decodes_branches,
     )
 
 

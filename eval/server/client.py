@@ -228,22 +228,13 @@ class Server:
             body |= {"stop_token_ids": list(self._stop_ids), "skip_special_tokens": False, "return_token_ids": True}
             body |= {"stream_options": {"include_usage": True}}
             body |= {"logprobs": num_top, "return_tokens_as_token_ids": True} if num_top else {"cache_salt": token_hex(8)}
-        started, first = time.perf_counter(), None
-        tokens, text, tops, reason, num_read, num_written = list[int](), "", list[dict[int, float]](), "", None, 0
-        for at, event in self._events(path, body):
-            part = self._part(event) if self.is_llama_cpp else self._chunk(event)
-            first = at if first is None and (part.tokens or part.content) else first
-            tokens += part.tokens
-            text += part.content
-            tops += part.tops()
-            reason, num_read = part.stop_type or reason, part.tokens_evaluated or num_read
-            num_written = max(num_written, part.tokens_predicted)
+        started = time.perf_counter()
+        reply, first = self._read(path, body)
         seconds = time.perf_counter() - started
-        if reason and num_written > len(tokens) + (reason in ENDED):
+        if reply.stop_type and reply.tokens_predicted > len(reply.tokens) + (reply.stop_type in ENDED):
             # llama.cpp streams the last token only of a character that has several, and none of an unfinished one.
-            for _, event in self._events(path, {**body, "stream": False}):
-                whole = self._part(event)
-                tokens, text, tops, reason = whole.tokens, whole.content, whole.tops(), whole.stop_type or reason
+            reply, _ = self._read(path, {**body, "stream": False})
+        tokens, text, reason, num_read = reply.tokens, reply.content, reply.stop_type, reply.tokens_evaluated
         if reason and reason not in (*ENDED, *CUT):
             raise ValueError(f"{self.url}{path} ended an answer for the reason {shown(reason)!r}; see the server's log")
         if not reason:
@@ -272,10 +263,25 @@ class Server:
                 f"{self.url}{path} was asked for {max_tokens} tokens and sent {len(tokens)}, the largest {max(tokens)} of a "
                 f"vocabulary of {self._vocab_size}: it ignores limits, or serves another model"
             )
+        first_seconds = seconds if first is None else first - started
         return Reply(
-            tokens=tokens, ended=ended, tops=tops, seconds=seconds, first_seconds=(first or time.perf_counter()) - started,
+            tokens=tokens, ended=ended, tops=reply.tops(), seconds=seconds, first_seconds=first_seconds,
             is_retokenized=is_retokenized,
         )  # fmt: skip
+
+    def _read(self, path: str, body: dict[str, Any]) -> tuple[_Part, float | None]:
+        """Return the parts of a reply as one, and the time of its first token."""
+        whole, first = _Part(), None
+        for at, event in self._events(path, body):
+            part = self._part(event) if self.is_llama_cpp else self._chunk(event)
+            first = at if first is None and (part.tokens or part.content) else first
+            whole.tokens += part.tokens
+            whole.content += part.content
+            whole.completion_probabilities += part.completion_probabilities
+            whole.stop_type = part.stop_type or whole.stop_type
+            whole.tokens_evaluated = part.tokens_evaluated or whole.tokens_evaluated
+            whole.tokens_predicted = max(whole.tokens_predicted, part.tokens_predicted)
+        return whole, first
 
     def _part(self, event: str) -> _Part:
         return self._valid(_Part, event)

@@ -35,6 +35,8 @@ from .vllm_texts import ServedTarget, ServedTexts, steps_of
 
 OPTION = "outrider_drafter"
 """The key of vLLM's `additional_config` with the drafter's name: its folder, `suffix`, or several joined by +."""
+CHANGED = ("_setup_eagle3_aux_hidden_state_outputs", "_input_fits_in_drafter", "propose_draft_token_ids")
+"""Methods of vLLM's model runner that are wrapped."""
 NEEDED = ("scheduler_output", "sampled_token_ids", "sample_hidden_states", "aux_hidden_states", "spec_decode_metadata")
 """Parameters of vLLM's method that are read."""
 CHAINS: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -255,8 +257,9 @@ def _drafting_kind(part: DrafterPart) -> str:
 def _give_states_to_proposers() -> None:
     """Let vLLM's runner give its hidden states to a proposer of ours. Raises RuntimeError for another vLLM."""
     runner: Any = import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
-    set_up, fits = runner._setup_eagle3_aux_hidden_state_outputs, runner._input_fits_in_drafter
-    original = runner.propose_draft_token_ids
+    if absent := [name for name in CHANGED if not hasattr(runner, name)]:
+        raise RuntimeError(f"this vLLM's model runner has no {' and no '.join(absent)}; the proposer was written for vLLM 0.32")
+    set_up, fits, original = (getattr(runner, name) for name in CHANGED)
     signature = inspect.signature(original)
     if missing := [name for name in NEEDED if name not in signature.parameters]:
         raise RuntimeError(

@@ -81,7 +81,10 @@ def chain(name: str, length: int) -> dict[str, Any]:
 
 
 def rows_of(name: str, length: int, check: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each concurrency of a check. Raises RuntimeError if a token is wrong."""
+    """Return a row for each concurrency of a check. Raises RuntimeError if a token is wrong.
+
+    `speedup` is that of an answer, and `throughput` that of all requests together.
+    """
     if not check["passed"]:
         raise RuntimeError(check["verdict"])
     counts = check["drafts"]["server"]["all"]
@@ -93,6 +96,7 @@ def rows_of(name: str, length: int, check: dict[str, Any]) -> list[dict[str, Any
             "tokens per step": round(1 + counts["accepted"] / counts["steps"], 2),
             "ms/token": round(1e3 * speed["seconds_per_token"], 1),
             "without": round(1e3 * speed["plain_seconds_per_token"], 1),
+            "throughput": round(speed["tokens_per_second"] / speed["plain_tokens_per_second"], 2),
             "speedup": [round(number, 2) for number in (speed["speedup"], *(speed["speedup_ci95"] or ()))],
         }
         for speed in check["speeds"]

@@ -1,6 +1,7 @@
 """Labels and states from a server that has read the texts, against a pass of the target here."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from outrider.data.types import UNKNOWN, DistilledExample
 from outrider.distill.config import DistillConfig
 from outrider.distill.label.run import distill
 from outrider.distill.regenerate.engines import openai
+from outrider.distill.regenerate.engines.served_states import ServedStates
 from outrider.distill.regenerate.run import regenerate
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.hidden_states import decoder_layers
@@ -37,6 +39,8 @@ class StatesServer(Server):
         folder.mkdir(exist_ok=True)
         self.folder, self.num_files = folder, 0
         self.spoil: Callable[[dict[str, torch.Tensor]], object] = lambda tensors: None
+        self.called = folder
+        """The folder's name on the server's machine."""
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         reply = super().complete({"top_k": -1, "top_p": 1.0, "seed": 0, **body})
@@ -59,7 +63,7 @@ class StatesServer(Server):
         path = self.folder / f"{self.server_address[1]}-{self.num_files}.safetensors"
         (self.folder / f"{path.name}.lock").touch()
         save_file(tensors, path)
-        return {**reply, "kv_transfer_params": {"hidden_states_path": str(path)}}
+        return {**reply, "kv_transfer_params": {"hidden_states_path": str(self.called / path.name)}}
 
 
 @pytest.fixture
@@ -103,6 +107,7 @@ def test_states_and_labels_are_those_of_a_pass_here_and_files_are_deleted(
     config: DistillConfig, data: DataConfig, target: HFTarget, tmp_path: Path, server: StatesServer
 ) -> None:
     with running(StatesServer(target, server.folder)) as second:
+        second.called = Path("/mounted/elsewhere")
         second.lock = server.lock  # both have one target
         served = run(replace(config, base_url=f"{server.url},{second.url}"), data, target, tmp_path / "served")
         assert min(server.num_files, second.num_files) > 2, "two servers share the texts"
@@ -141,6 +146,31 @@ def test_states_of_another_text_or_model_are_refused_before_any_answer(
         run(config, data, target, tmp_path / "run")
     assert server.url in str(error.value)
     assert not list((tmp_path / "run").rglob("*.jsonl")), "before any answer"
+
+
+def test_no_file_of_states_is_left_after_an_error(
+    config: DistillConfig, data: DataConfig, target: HFTarget, tmp_path: Path, server: StatesServer, monkeypatch: Any
+) -> None:
+    of_file = ServedStates._of_file
+
+    def fails_in_the_end(states: ServedStates, *arguments: Any) -> torch.Tensor:
+        if server.num_files > 8:
+            time.sleep(1.0)  # the other replies come
+            raise ValueError("a fault")
+        return of_file(states, *arguments)
+
+    monkeypatch.setattr(ServedStates, "_of_file", fails_in_the_end)
+    with pytest.raises(ValueError, match="a fault"):
+        run(config, data, target, tmp_path / "run")
+    assert server.num_files > 8
+    assert not list(server.folder.iterdir())
+
+
+def test_labels_of_states_end_where_the_target_disagrees_and_the_manifest_says_so(
+    config: DistillConfig, data: DataConfig, target: HFTarget, tmp_path: Path
+) -> None:
+    run(config, data, target, tmp_path / "served")
+    assert json.loads((tmp_path / "served" / "distill" / "manifest.json").read_text())["branches"] is False
 
 
 def test_a_server_that_names_any_other_file_is_refused_and_the_file_stays(

@@ -8,7 +8,7 @@ greedily is its own label; at the few tokens where rounding in the engine chose 
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -100,13 +100,21 @@ class ServedStates:
         try:
             states = [self._of_file(url, reply.result(), text) for url, text, reply in asked]
         finally:
-            for _, _, reply in asked:
-                reply.cancel()
+            for url, _, reply in asked:
+                # After an error: the files that no one will read are memory.
+                if not reply.cancel() and reply.done() and reply.exception() is None:
+                    self._drop(url, reply.result())
         padded = pad_sequence(states, batch_first=True).to(self.target.device)
         *inputs, last = padded.unbind(2)
         norm = decoder_of(self.target.model).norm
         with torch.inference_mode():
             return norm(last.to(self.target.dtype)), dict(zip(self.layers, inputs, strict=True))
+
+    def _drop(self, url: str, reply: _Completion) -> None:
+        """Delete a text's states, if they are there."""
+        with suppress(ValueError, OSError):
+            assert reply.kv_transfer_params is not None
+            take_states(states_file(url, reply.kv_transfer_params, self.folder), lambda path: None)
 
     def _of_file(self, url: str, reply: _Completion, text: torch.Tensor) -> Float[torch.Tensor, "seq layer hidden"]:
         """Read a text's states, and delete their file."""

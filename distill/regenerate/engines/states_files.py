@@ -17,19 +17,26 @@ class Transfer(BaseModel):
 
 
 def states_file(url: str, transfer: Transfer, folder: Path) -> Path:
-    """Return the file into which a server has written hidden states.
+    """Return the file into which a server has written hidden states, which may call its folder otherwise.
 
     Raises ValueError if it isn't in `folder`: a server may name any file of this machine, and what is read is deleted.
     """
-    path = Path(transfer.hidden_states_path)
-    if path.resolve().parent != folder.resolve():
-        raise ValueError(f"{url} has written states to {str(path)!r}, which isn't in distill.states_dir={folder}")
+    path = folder / Path(transfer.hidden_states_path).name
+    if not (path.is_file() or lock_of(path).is_file()):
+        raise ValueError(
+            f"{url} has written states to {transfer.hidden_states_path!r}, which isn't in distill.states_dir={folder}"
+        )
     return path
+
+
+def lock_of(path: Path) -> Path:
+    """Return the file that the server locks while it writes."""
+    return path.with_name(f"{path.name}.lock")
 
 
 def take_states(path: Path, read: Callable[[Path], T]) -> T:
     """Wait until a file of hidden states is written, return what `read` returns, and delete the file."""
-    lock = path.with_name(f"{path.name}.lock")
+    lock = lock_of(path)
     if lock.exists():
         with lock.open() as held:
             fcntl.flock(held, fcntl.LOCK_SH)

@@ -354,11 +354,15 @@ def test_text_alone_is_tokenized_again_and_said(check: Any, running: Served) -> 
         ("human_eval", "    return 2 * x\n", True),
         ("human_eval", "    return x\n", False),
         ("human_eval", "    while True: pass\n", False),
+        ("human_eval", "    import os\n    return 2 * x if not os.environ.get('OPENAI_API_KEY') else 0\n", True),
+        ("human_eval", "    return 2 * x # \0", False),
+        ("human_eval", f"    return 2 * x{' ' * 300_000}\n", True),
         ("mt_bench", "anything", None),
     ],
 )
 def test_answers_are_scored(suite: str, text: str, is_good: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.eval.server.questions.RUN_SECONDS", 2.0)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     solutions = {"gsm8k": "9 * 113.1 = <<>>\n#### 1018", "human_eval": "def check(f):\n    assert f(3) == 6\ncheck(twice)"}
     prompt = Prompt(id="1", category="c", turns=("def twice(x):\n",), solution=solutions.get(suite))
     question = Question(suite=suite, prompt=prompt, ids=[1])

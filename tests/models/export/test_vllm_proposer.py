@@ -374,6 +374,9 @@ def test_another_vllm_is_refused(target: HFTarget, runner: Any, tmp_path: Path) 
     runner.propose_draft_token_ids = lambda self, tokens: tokens
     with pytest.raises(RuntimeError, match="no aux_hidden_states and no spec_decode_metadata; the proposer was written for"):
         vllm_proposer.Proposer(config(saved(KINDS[0], target, tmp_path / "drafter")))
+    del runner._input_fits_in_drafter
+    with pytest.raises(RuntimeError, match="model runner has no _input_fits_in_drafter; the proposer was written for"):
+        vllm_proposer.Proposer(config(saved(KINDS[0], target, tmp_path / "another")))
 
 
 def test_a_request_that_waits_keeps_what_a_merge_has_learned_of_it(target, runner, tmp_path):
