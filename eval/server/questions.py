@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any
 
 from ...data.suites import Prompt
-from .client import Reply, Server
+from .client import ANSWER_SECONDS, SILENT_SECONDS, Reply, Server
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 CODE_BLOCK = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -68,7 +68,10 @@ def ask(
     replies: dict[int, Reply] = {}
     try:
         while len(replies) < len(questions):
-            seed, reply = done.get()
+            try:
+                seed, reply = done.get(timeout=ANSWER_SECONDS + SILENT_SECONDS)
+            except Empty:  # a reply without end or parts, which httpx waits for
+                raise ConnectionError(f"{server.url} gave no complete reply within {ANSWER_SECONDS:.0f} s") from None
             if isinstance(reply, BaseException):
                 raise reply
             replies[seed] = reply

@@ -8,6 +8,7 @@ CUDA graph can record them.
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -222,7 +223,9 @@ class RowSeeds:
 
     def shown(self, sampling: Sampling) -> "RowSeeds":
         """Return the same seeds for tokens that are drawn so, which drafters may foresee."""
-        return RowSeeds(self.seeds, self._positions, sampling)
+        other = copy(self)
+        other.sampling = sampling
+        return other
 
     def _numbers(self, make: Callable[[torch.Tensor, int], torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         """Return random numbers of the shape of `like`: number i of each row's stream."""
@@ -250,12 +253,12 @@ def wind_clocks(clocks: Float[torch.Tensor, " vocab"], seed: int, position: int)
 
 SHARPNESS = 0.75
 """How sure a drafter is of the token that its own probabilities and the clocks choose: the scale of its scores.
-Measured with SmolLM2's ReDrafter, by likelihood."""
+Measured with SmolLM2's ReDrafter at temperature 1, by likelihood."""
 
 
 def foreseen(
     logits: Float[torch.Tensor, "batch node output"],
-    depths: Sequence[int],
+    depths: range,
     generator: Randomness,
     to_tokens: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Float[torch.Tensor, "batch node output"]:
@@ -263,7 +266,7 @@ def foreseen(
 
     The target draws the arg-max of log p - log clock (see `RowSeeds`), and the clocks are known before p is. So the
     arg-max of log q - log clock is the better draft: it is the same token wherever q is near p (arXiv 2408.07978,
-    section 3). What is drawn doesn't depend on it.
+    section 3). What is drawn doesn't depend on it. Times the temperature these are logits again, as sure as greedy ones.
 
     `depths` are those of the entries that the nodes follow, one for all nodes or one for each. `to_tokens` returns the
     target's tokens of outputs, where these differ. Without known clocks the logits stay as they are.
@@ -271,12 +274,12 @@ def foreseen(
     if not isinstance(generator, RowSeeds) or generator.sampling is None:
         return logits
     sampling, logits = generator.sampling, logits.to(torch.promote_types(logits.dtype, MIN_PRECISION))
-    has_limits = sampling.top_k is not None or sampling.top_p is not None
-    scores = warp(logits, sampling).log() if has_limits else logits / sampling.temperature
-    size = logits.shape[-1]
+    temperature, size = sampling.temperature, logits.shape[-1]
+    if sampling.top_k is not None or sampling.top_p is not None:
+        logits = temperature * warp(logits, sampling).log()
     tokens = to_tokens(torch.arange(size, device=logits.device)) if to_tokens else size
-    clocks = generator.clocks(logits, torch.tensor(depths, device=logits.device), tokens)
-    return SHARPNESS * (scores - clocks.log())
+    clocks = generator.clocks(logits, torch.arange(depths.start, depths.stop, device=logits.device), tokens)
+    return SHARPNESS * (logits - temperature * clocks.log())
 
 
 def _first_to_ring(

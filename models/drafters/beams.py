@@ -87,7 +87,7 @@ def beam_search(
     for depth in range(length):
         # 1. Rank the successors of all beams, and keep the best.
         logits = drafter.logits(hidden[:, depth, None].expand_as(state), state)  # [batch, beam, vocab]
-        logits = foreseen(logits, [depth], generator, drafter.to_target_tokens)
+        logits = foreseen(logits, range(depth, depth + 1), generator, drafter.to_target_tokens)
         outputs, beam, scores = likeliest_successors(logits, scores, width, top_k)
         token = drafter.to_target_tokens(outputs)
         # 2. Record them as nodes, with back-pointers to their parents.

@@ -31,7 +31,8 @@ def search_tree(
     first = NO_NODE  # the first of the nodes at the ends of the paths; the others follow it
     while True:
         # 1. Extend each path by its most probable tokens, and keep the most probable paths.
-        tokens, path, next_scores = likeliest_successors(foreseen(logits, [len(levels)], generator), scores, width)
+        logits = foreseen(logits, range(len(levels), len(levels) + 1), generator)
+        tokens, path, next_scores = likeliest_successors(logits, scores, width)
         levels.append((tokens, path + first, next_scores))
         first, scores = first + scores.shape[1], next_scores
         search = SearchTree.of(levels)

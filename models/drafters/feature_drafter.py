@@ -335,7 +335,7 @@ class FeatureDrafter(CachedDrafter):
         self, generator: Randomness, outputs: Float[torch.Tensor, "batch node hidden"], depth: int
     ) -> tuple[Int[torch.Tensor, "batch node child"], Float[torch.Tensor, "batch node child"]]:
         """Return the most probable tokens after each node, and their log-probabilities (at most 0)."""
-        logits = foreseen(self.logits(outputs), [depth], generator, self.vocabulary.target_tokens)
+        logits = foreseen(self.logits(outputs), range(depth, depth + 1), generator, self.vocabulary.target_tokens)
         log_probs, chosen = largest(logits.log_softmax(-1, dtype=torch.float32), self._num_children)
         return self.vocabulary.target_tokens(chosen), log_probs
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 
 from ..decoding.protocols import Drafter
-from ..decoding.sampling import Randomness
+from ..decoding.sampling import Randomness, RowSeeds, Sampling
 from ..decoding.tree import DraftTree
 from ..decoding.types import Counts, Prompts, TargetOutput
 from ..llm.cuda_graphs import GraphedFunction, Output, Recorder
@@ -28,6 +28,8 @@ class GraphedDrafter:
         self.drafter: Any = drafter
         self.max_nodes, self.feature_layers = drafter.max_nodes, drafter.feature_layers
         self.advance, self.select, self.skip, self.meanwhile = drafter.advance, drafter.select, drafter.skip, drafter.meanwhile
+        self._sampling: Sampling | None = None
+        """Of the draws that this call foresees; a part of its key."""
         self._draft = GraphedFunction(lambda *inputs: drafter.pack(self._search_now(*inputs)).fixed(), recorder)
         self._search = GraphedFunction(lambda *inputs: self._search_now(*inputs).joined(), recorder)
 
@@ -39,7 +41,7 @@ class GraphedDrafter:
     ) -> tuple[DraftTree, Any]:
         if not self._can_replay(state):
             return self.drafter.propose(state, last_token, generator=generator)
-        tree, drafted = self._replayed(self._draft, state, last_token)
+        tree, drafted = self._replayed(self._draft, state, last_token, generator)
         return self.drafter.trim(tree), drafted
 
     def search(
@@ -47,18 +49,35 @@ class GraphedDrafter:
     ) -> tuple[SearchTree, Any]:
         if not self._can_replay(state):
             return self.drafter.search(state, last_token, generator=generator)
-        return self._replayed(self._search, state, last_token)
+        return self._replayed(self._search, state, last_token, generator)
 
     def _can_replay(self, state: Any) -> bool:
         return True
 
     def _replayed(
-        self, recordings: GraphedFunction[Output], state: Any, last_token: Int[torch.Tensor, " batch"]
+        self,
+        recordings: GraphedFunction[Output],
+        state: Any,
+        last_token: Int[torch.Tensor, " batch"],
+        generator: Randomness,
     ) -> tuple[Output, Any]:
-        return recordings(state, last_token), None
+        seeds = self._show(generator, last_token.device)
+        return recordings(*seeds, state, last_token, key=self._sampling), None
 
     def _search_now(self, *inputs: torch.Tensor) -> SearchTree:
-        return self.drafter.search(*inputs)[0]
+        generator, inputs = self._shown(inputs)
+        return self.drafter.search(*inputs, generator=generator)[0]
+
+    def _show(self, generator: Randomness, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return the seeds whose draws a drafter may foresee, as the first input of a recording; nothing if it may not."""
+        self._sampling = generator.sampling if isinstance(generator, RowSeeds) else None
+        return () if self._sampling is None else (generator.rows(device),)
+
+    def _shown(self, inputs: tuple[torch.Tensor, ...]) -> tuple[Randomness, tuple[torch.Tensor, ...]]:
+        """Return the seeds among the inputs of a recording, and the other inputs."""
+        if self._sampling is None:
+            return None, inputs
+        return RowSeeds.of_rows(inputs[0]).shown(self._sampling), inputs[1:]
 
 
 class GraphedCachedDrafter(GraphedDrafter):
@@ -95,7 +114,11 @@ class GraphedCachedDrafter(GraphedDrafter):
         return max(state.num_unread.host) <= self.drafter.draft_entries
 
     def _replayed(
-        self, recordings: GraphedFunction[Output], state: CachedText, last_token: Int[torch.Tensor, " batch"]
+        self,
+        recordings: GraphedFunction[Output],
+        state: CachedText,
+        last_token: Int[torch.Tensor, " batch"],
+        generator: Randomness,
     ) -> tuple[Output, CachedDraft]:
         cache, wide = state.cache, state.to_width(self.drafter.draft_entries)
         extent = cache.reserve_columns(self.drafter.draft_columns)
@@ -104,7 +127,7 @@ class GraphedCachedDrafter(GraphedDrafter):
             self._num_moves = cache.num_moves
         features = () if wide.unread_features is None else (wide.unread_features,)
         inputs = last_token, cache.lengths.device, wide.num_unread.device, wide.unread_tokens, *features
-        output = recordings(*inputs, key=extent)
+        output = recordings(*self._show(generator, last_token.device), *inputs, key=(extent, self._sampling))
         cache.count(state.num_unread.host)
         return output, CachedDraft(state=state, last_token=last_token)
 
@@ -114,7 +137,7 @@ class GraphedCachedDrafter(GraphedDrafter):
 
     def _search_now(self, *inputs: torch.Tensor) -> SearchTree:
         """Search after texts of given lengths, which the cache has at first."""
-        last_token, lengths, num_unread, tokens, *features = inputs
+        generator, (last_token, lengths, num_unread, tokens, *features) = self._shown(inputs)
         assert self._cache is not None, "init_state must come before propose"
         self._cache.lengths.device.copy_(lengths)  # a recording runs several times
         # With these numbers the host's lengths stay as they are: `_replayed` counts.
@@ -123,7 +146,7 @@ class GraphedCachedDrafter(GraphedDrafter):
             cache=self._cache, unread_tokens=tokens, unread_features=next(iter(features), None), num_unread=counts
         )
         # A recording reads accepted tokens again, so that all steps are alike.
-        return replace(self.drafter.search_after(state, last_token, None), entries=None)
+        return replace(self.drafter.search_after(state, last_token, generator), entries=None)
 
 
 def graphed(drafter: Drafter[Any, Any], recorder: Recorder | None = None) -> Drafter[Any, Any]:

@@ -25,9 +25,9 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE, AcceptedPath, Prompts, TargetOutput
 from .base import TrainableDrafter
 from .calibration import BIN_BOUNDS, MAX_SOURCES, OutcomeCounts, start_of_text
-from .candidates import depths_of
+from .candidates import Candidates, depths_of
 from .growing_draft import GrowingModel, GrowingRow, GrowingText
-from .merging import MAX_WALKS, MergedRow, MergeWalk, Proposals, follow, grow, rows_of_search
+from .merging import MAX_WALKS, MergedRow, MergeWalk, Proposals, follow, grow, odds_of_ring, rows_of_search
 from .training_free import TextState, TrainingFreeDrafter
 
 FOREIGN = -2
@@ -217,13 +217,10 @@ class MergeSources:
         else:
             draft.drafted[index] = TextState(state, draft.last_tokens)
             candidates = source.candidates(state, draft.last_tokens)
-        shown = draft.generator if isinstance(draft.generator, RowSeeds) and draft.generator.sampling else None
-        foresees = isinstance(source, TrainableDrafter)  # a recorded one doesn't
         for place, (row, found) in enumerate(zip(draft.proposals, candidates, strict=True)):
             if found.tokens:
-                depths = [depth - 1 for depth in depths_of(found.parents)]
-                rings = None if shown is None or foresees else shown.rings(place, depths, found.tokens)
-                row.append(Proposals(index, found, rings))
+                looked_up = isinstance(source, TrainingFreeDrafter)
+                row.append(Proposals(index, found, odds_of_draws(draft.generator, place, found) if looked_up else None))
 
     def read(self, draft: MergedDraft, index: int, reads: Sequence[Sequence[int]]) -> bool:
         """Let a growing model read some nodes of each row's merged tree; NO_NODE is the root.
@@ -285,6 +282,14 @@ class MergeSources:
                 is_first = tree.children(tree.parents[node])[0] == node
                 bin_index = bisect(BIN_BOUNDS, score) + is_first * (1 + len(BIN_BOUNDS))
                 proposals.add(parent, tree.tokens[node], score, bin_index)
+
+
+def odds_of_draws(generator: Randomness, row: int, candidates: Candidates) -> list[float] | None:
+    """Return what the clocks of a row's candidates say (see `odds_of_ring`); None if the draws aren't shown."""
+    if not isinstance(generator, RowSeeds) or generator.sampling is None:
+        return None
+    rings = generator.rings(row, [depth - 1 for depth in depths_of(candidates.parents)], candidates.tokens)
+    return [odds_of_ring(ring, generator.sampling.temperature) for ring in rings]
 
 
 def _number(row: GrowingRow, merged: MergedRow, proposals: Proposals, node: int) -> int | None:

@@ -44,9 +44,9 @@ class Child(NamedTuple):
 class Proposals:
     """One source's candidates in a row, by parent."""
 
-    def __init__(self, source: int, candidates: Candidates = NO_CANDIDATES, rings: Sequence[float] | None = None) -> None:
-        """`rings` are the clocks of the candidates, of a source that didn't foresee them (see `rung_first`)."""
-        self.rings = rings
+    def __init__(self, source: int, candidates: Candidates = NO_CANDIDATES, odds: Sequence[float] | None = None) -> None:
+        """`odds` are what the clocks of the candidates say, of a source that didn't look at them (see `odds_of_ring`)."""
+        self.odds = odds
         self.bit, self.source = 1 << source, source
         self.tokens, self.scores, self.bins = [*candidates.tokens], [*candidates.scores], [*candidates.bins]
         self.children: dict[int, list[int]] = {}
@@ -192,8 +192,9 @@ def children(
             key = first_key + bins[node]
             hits, total = counts.get(key, NO_COUNTS)
             estimate = (hits + SCORE_WEIGHT * scores[node]) / (total + SCORE_WEIGHT)
-            if source.rings is not None:
-                estimate = rung_first(estimate, source.rings[node])
+            if source.odds is not None:
+                likely = estimate * source.odds[node]
+                estimate = likely / (likely + 1 - estimate)
             token = tokens[node]
             if token in by_token:
                 estimates, proposed_by, keys, nodes = by_token[token]
@@ -226,18 +227,17 @@ def children(
 
 
 RING_WEIGHT, RING_POWER = 0.75, 0.45
-"""How a clock changes the odds of a draft token, measured with SmolLM2 at temperature 1."""
+"""How a clock changes the odds of a draft token: measured with SmolLM2 at temperature 1."""
 
 
-def rung_first(prob: float, ring: float) -> float:
-    """Return the probability that the target draws a token, given the token's clock.
+def odds_of_ring(ring: float, temperature: float) -> float:
+    """Return the factor by which a token's clock changes the odds that the target draws the token.
 
     Where the target gives the token the probability p, it rings at `ring` / p, and none is earlier with probability
     exp(-ring (1 - p) / p) (see `RowSeeds`). An estimate is a mean over places where p is near 1 or near 0, and there
-    the odds change by about RING_WEIGHT * ring ** -RING_POWER.
+    the odds change by about this factor. The lower the temperature, the nearer is p to 1 or 0.
     """
-    odds = prob * RING_WEIGHT * ring**-RING_POWER
-    return odds / (odds + 1 - prob)
+    return float((RING_WEIGHT * ring**-RING_POWER) ** temperature)
 
 
 MergeWalk = tuple[MergedRow, int]
