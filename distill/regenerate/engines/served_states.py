@@ -112,8 +112,9 @@ class ServedStates:
 
     def _drop(self, url: str, reply: _Completion) -> None:
         """Delete a text's states, if they are there."""
+        if reply.kv_transfer_params is None:
+            return
         with suppress(ValueError, OSError):
-            assert reply.kv_transfer_params is not None
             take_states(states_file(url, reply.kv_transfer_params, self.folder), lambda path: None)
 
     def _of_file(self, url: str, reply: _Completion, text: torch.Tensor) -> Float[torch.Tensor, "seq layer hidden"]:
