@@ -121,8 +121,8 @@ def _check(options: CheckServerOptions) -> "ServerCheck":
     with ExitStack() as stack:
         sides = []
         for url in filter(None, (options.url, options.without)):
-            names = {"target_name": options.target.name_or_path, "model": options.model}
-            sides.append(Server(url, tokenizer, vocab_size, stop_ids, **names))
+            name = options.target.name_or_path
+            sides.append(Server(url, tokenizer, vocab_size, stop_ids, target_name=name, model=options.model))
             stack.callback(sides[-1].close)
         target = None
         if options.without is None or options.drafter is not None:

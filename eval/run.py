@@ -325,7 +325,7 @@ def audit_answers(
     prompts = {(suite.name, prompt.id): (suite, prompt) for suite in suites for prompt in suite.prompts}
     # 1. Group the answers to the same prompt, but for those that a killed run has audited.
     path, of = bench.file.path.with_name(AUDITS_FILE), digest_of([bench.config_digest, bench.environment.digest])
-    kept = read_json(path) if path.exists() else {"of": of, "audits": {}}
+    kept: dict[str, Any] = read_json(path) if path.exists() else {"of": of, "audits": {}}
     audited = {digest: Audit(**values) for digest, values in kept["audits"].items()} if kept["of"] == of else {}
     unaudited: list[str] = []
     doubtful = to_audit(records, find_mismatches(records), str(bench.target.dtype))
@@ -374,7 +374,7 @@ def audit_within_memory(
         results: Sequence[Audit | None] | None = within_memory(partial(work, answers=some), target)
         if results is None:
             alone = (within_memory(partial(work, answers=[answer]), target) for answer in some)
-            results = [one and one[0] for one in alone]
+            results = [one[0] if one else None for one in alone]
         found |= zip(map(tuple, some), results, strict=True)
     return found
 

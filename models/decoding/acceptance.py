@@ -64,8 +64,8 @@ class SpeculativeSampling:
         return True
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
-        is_on_host = output.logits.device.type == "cpu" and isinstance(generator, RowSeeds) and bool(generator.seeds)
-        if tree.drawn is None and is_on_host:  # a recorded rule has its seeds on the device alone
+        is_on_host = tree.drawn is None and output.logits.device.type == "cpu"
+        if is_on_host and isinstance(generator, RowSeeds) and generator.seeds:  # a recorded rule has them on the device alone
             return follow_draws(tree, output.logits, self.sampling, generator)
         probs = warp(output.logits, self.sampling)
         if tree.drawn is None:

@@ -70,8 +70,11 @@ class GraphedDrafter:
 
     def _show(self, generator: Randomness, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Return the seeds whose draws a drafter may foresee, as the first input of a recording; nothing if it may not."""
-        self._sampling = generator.sampling if isinstance(generator, RowSeeds) else None
-        return () if self._sampling is None else (generator.rows(device),)
+        if not isinstance(generator, RowSeeds) or generator.sampling is None:
+            self._sampling = None
+            return ()
+        self._sampling = generator.sampling
+        return (generator.rows(device),)
 
     def _shown(self, inputs: tuple[torch.Tensor, ...]) -> tuple[Randomness, tuple[torch.Tensor, ...]]:
         """Return the seeds among the inputs of a recording, and the other inputs."""
