@@ -2,26 +2,23 @@
 
 import dataclasses
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..data.chat import template_digest
 from ..data.fields import differences, name_digests, raise_problems
-from ..data.files import atomic_write_text, read_json, sha256_file, write_json
+from ..data.files import atomic_write_text, sha256_file, write_json
 from ..data.suites import SUITE_NAMES, PromptSet, load_suite
 from ..models.drafters.saved.folder import read_training_facts
 from ..models.drafters.saved.loading import LoadedDrafter, trained_parts
 from ..models.drafters.saved.parts import DrafterParts
 from ..models.llm.hf_target import HFTarget
+from .audited import audit_answers
 from .config import EvalConfig, SuiteConfig, stage_problems
-from .measure.audit import audits
 from .measure.bench import Bench
 from .measure.environment import (
     budget_facts,
@@ -29,7 +26,6 @@ from .measure.environment import (
     measure_roofline,
     recorded_budget,
     recorded_stages,
-    within_memory,
 )
 from .measure.methods import (
     Drafters,
@@ -42,12 +38,11 @@ from .measure.methods import (
     methods_by_place,
     recorded_methods,
 )
-from .measure.plan import Plan, Texts, answer_seed, no_prompt_fits
+from .measure.plan import Plan, Texts, no_prompt_fits
 from .records.names import AUDITS_FILE, FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
-from .records.records import EvalRecord, RecordFile, digest_of, group_name
-from .records.run_files import RECORDED_OPTIONS, Audit, DrafterFacts, Environment, Facts, RunInfo, read_info, write_info
+from .records.records import EvalRecord, RecordFile, group_name
+from .records.run_files import RECORDED_OPTIONS, DrafterFacts, Environment, Facts, RunInfo, read_info, write_info
 from .results.judge_files import write_answers
-from .results.lossless import find_mismatches, is_exact, to_audit
 from .results.plots import plot
 from .results.rows import Row, complete, rows_of
 from .results.tables import csv_table, markdown
@@ -56,9 +51,6 @@ logger = logging.getLogger(__name__)
 
 CSV_FILE = "table.csv"
 ANSWERS_DIR = "answers"
-AUDITED_TOGETHER = 8
-"""Answers to a prompt that are audited as the rows of a batch, in low precision. In others few are audited, and each alone,
-as it would have been decoded."""
 DIGESTS = {
     "suites.": "the prompts of {name} (its file, its limit in eval.suites, or eval.seed, which draws them)",
     "chat_template": "the chat template (data.chat_template and data.template_options, or the target's)",
@@ -311,72 +303,6 @@ def check_measured(bench: Bench, records: Sequence[EvalRecord], suites: Sequence
     for suite in suites:
         if suite.name not in measured:
             logger.warning("no prompt of %s fits the context window: the table has no row for it", suite.name)
-
-
-def audit_answers(
-    bench: Bench, records: Sequence[EvalRecord], suites: Sequence[PromptSet]
-) -> tuple[dict[str, Audit], list[str]]:
-    """Audit the answers that need it (see `to_audit`).
-
-    Returns the audits by `EvalRecord.answer_digest`, and the digests of the unaudited answers. An
-    answer is unaudited if memory runs out both beside others and alone. What a killed run has audited is in
-    `AUDITS_FILE`.
-    """
-    prompts = {(suite.name, prompt.id): (suite, prompt) for suite in suites for prompt in suite.prompts}
-    # 1. Group the answers to the same prompt, but for those that a killed run has audited.
-    path, of = bench.file.path.with_name(AUDITS_FILE), digest_of([bench.config_digest, bench.environment.digest])
-    kept: dict[str, Any] = read_json(path) if path.exists() else {"of": of, "audits": {}}
-    audited = {digest: Audit(**values) for digest, values in kept["audits"].items()} if kept["of"] == of else {}
-    unaudited: list[str] = []
-    doubtful = to_audit(records, find_mismatches(records), str(bench.target.dtype))
-    groups = defaultdict[tuple[str, float, int], list[EvalRecord]](list)
-    for record in doubtful:
-        seed = answer_seed(record.seed, record.suite, record.prompt_id, record.turn)
-        groups[record.prompt_sha256, record.temperature, seed].append(record)
-    with tqdm(total=len(doubtful), desc="audit", unit="answer", disable=not doubtful) as bar:
-        for (_, temperature, seed), group in groups.items():
-            # 2. Rebuild the prompt, and audit its answers. Several methods may give the same.
-            first = group[0]
-            turns = bench.texts.prompt_turns(*prompts[first.suite, first.prompt_id], temperature, first.batch_size)
-            input_ids = next(turn.input_ids for turn in turns if turn.turn == first.turn)
-            assert input_ids is not None  # it fitted when it was measured
-            options: dict[str, Any] = {"max_new_tokens": bench.config.max_new_tokens, "temperature": temperature, "seed": seed}
-            answers = list(dict.fromkeys(tuple(one.token_ids) for one in group if one.answer_digest not in audited))
-            found = audit_within_memory(partial(audits, bench.target, input_ids, **options), answers, bench.target)
-
-            # 3. Keep the results at once.
-            for record in group:
-                if record.answer_digest in audited:
-                    continue
-                if (result := found[tuple(record.token_ids)]) is None:
-                    unaudited.append(record.answer_digest)
-                    logger.warning(
-                        "%s was not audited, because memory ran out. It is not proven to be the target's answer, so its row "
-                        "has no speedup. To audit it, run the same command again with more free memory",
-                        record.name,
-                    )
-                    continue
-                logger.info("%s: deficit %.4g, noise %.4g", record.key, result.deficit, result.noise)
-                audited[record.answer_digest] = result
-            write_json(path, {"of": of, "audits": {digest: dataclasses.asdict(result) for digest, result in audited.items()}})
-            bar.update(len(group))
-    return audited, unaudited
-
-
-def audit_within_memory(
-    work: Callable[..., list[Audit]], answers: Sequence[tuple[int, ...]], target: HFTarget
-) -> dict[tuple[int, ...], Audit | None]:
-    """Audit the answers together, and one by one where memory runs out; None for one that doesn't fit alone."""
-    found: dict[tuple[int, ...], Audit | None] = {}
-    num_together = 1 if is_exact(str(target.dtype)) else AUDITED_TOGETHER
-    for start in range(0, len(answers), num_together):
-        some = [[*answer] for answer in answers[start : start + num_together]]
-        results: Sequence[Audit | None] | None = within_memory(partial(work, answers=some), target)
-        if results is None:
-            alone = (within_memory(partial(work, answers=[answer]), target) for answer in some)
-            results = [one[0] if one else None for one in alone]
-        found |= zip(map(tuple, some), results, strict=True)
-    return found
 
 
 def write_results(rows: Sequence[Row], output_dir: Path) -> None:

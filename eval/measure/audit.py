@@ -52,7 +52,7 @@ def audits(
     plain = [target.prefill(prompts, max_new_tokens=longest, max_nodes=0).logits[:, -1]]
     nothing = empty_tree(len(answers), prompt.device)
     for index in range(longest - 1):
-        plain.append(target.verify(tokens[:, index], nothing).logits[:, -1])
+        plain.append(target.verify(tokens[:, index], nothing).logits[:, -1].clone())  # a recorded pass overwrites its output
         target.commit(nothing, accepted_path(nothing, [[]] * len(answers)))
     found = []
     for row, answer in enumerate(answers):

@@ -52,9 +52,11 @@ def generate(
     RuntimeError if the target begins another batch before the answers have ended.
     """
     batch = Prompts.of(prompts)
-    made = getattr(rule, "rule", rule)  # of a recorded one
-    if isinstance(generator, RowSeeds) and isinstance(made, SpeculativeSampling):
-        generator = generator.shown(made.sampling)
+    inner: Any = rule
+    while hasattr(inner, "rule"):  # a recorded or a watched one
+        inner = inner.rule
+    if isinstance(generator, RowSeeds) and isinstance(inner, SpeculativeSampling) and inner.sampling.temperature > 0:
+        generator = generator.shown(inner.sampling)
     stopping = Stopping(batch.lengths, max_new_tokens, target.context_length, stop_ids, stop_strings, tokenizer)
     lap = Stopwatch(batch.input_ids.device, is_on=timed)
     # 1. Prefill: the target reads the prompts and chooses the first token of each answer.

@@ -10,6 +10,7 @@ CUDA graph can record them.
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from math import log
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -202,10 +203,10 @@ class RowSeeds:
         return exponential(stream_keys(seeds, positions + depths), tokens).to(probs.dtype)
 
     def rings(self, row: int, depths: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        """Return one clock for each depth and its token, of a row."""
-        seeds, positions = torch.tensor([[self.seeds[row]], [self._positions[row]]])
-        keys = stream_keys(seeds, positions + torch.tensor(depths))
-        return [float(value) for value in exponential(keys, torch.tensor(tokens)[:, None])[:, 0]]
+        """Return one clock for each depth and its token, of a row: on the host, where a few need no tensors."""
+        keys = {depth: _key_on_host(self.seeds[row], self._positions[row] + depth) for depth in set(depths)}
+        bits = [_mixed_on_host(keys[depth] + (token + 1) * GOLDEN) for depth, token in zip(depths, tokens, strict=True)]
+        return [-log(((number >> 64 - FLOAT_BITS) + 0.5) * 2.0**-FLOAT_BITS) for number in bits]
 
     def draw(self, probs: Float[torch.Tensor, "batch *entry vocab"]) -> Int[torch.Tensor, "batch *entry"]:
         return _first_to_ring(probs, self._numbers(exponential, probs).to(probs.dtype))
@@ -252,8 +253,12 @@ def wind_clocks(clocks: Float[torch.Tensor, " vocab"], seed: int, position: int)
 
 
 SHARPNESS = 0.75
-"""How sure a drafter is of the token that its own probabilities and the clocks choose: the scale of its scores.
-Measured with SmolLM2's ReDrafter at temperature 1, by likelihood."""
+"""How sure a drafter is of the token that its own probabilities and the clocks choose: the scale of its scores at
+temperature 1, measured with SmolLM2's ReDrafter by likelihood. It goes to 1 as the clocks matter less."""
+NUCLEUS = 64
+"""Most tokens that a drafter takes `top_k` and `top_p` to keep."""
+OUTSIDE = 30.0
+"""By how much the scores of tokens are lowered that a drafter takes them to drop: these come last, in order."""
 
 
 def foreseen(
@@ -266,7 +271,7 @@ def foreseen(
 
     The target draws the arg-max of log p - log clock (see `RowSeeds`), and the clocks are known before p is. So the
     arg-max of log q - log clock is the better draft: it is the same token wherever q is near p (arXiv 2408.07978,
-    section 3). What is drawn doesn't depend on it. Times the temperature these are logits again, as sure as greedy ones.
+    section 3). What is drawn doesn't depend on it. Times the temperature these are logits again.
 
     `depths` are those of the entries that the nodes follow, one for all nodes or one for each. `to_tokens` returns the
     target's tokens of outputs, where these differ. Without known clocks the logits stay as they are.
@@ -276,10 +281,29 @@ def foreseen(
     sampling, logits = generator.sampling, logits.to(torch.promote_types(logits.dtype, MIN_PRECISION))
     temperature, size = sampling.temperature, logits.shape[-1]
     if sampling.top_k is not None or sampling.top_p is not None:
-        logits = temperature * warp(logits, sampling).log()
+        logits = torch.where(logits < _least_kept(logits, sampling), logits - OUTSIDE, logits)
     tokens = to_tokens(torch.arange(size, device=logits.device)) if to_tokens else size
     clocks = generator.clocks(logits, torch.arange(depths.start, depths.stop, device=logits.device), tokens)
-    return SHARPNESS * (logits - temperature * clocks.log())
+    return sharpness(generator) * (logits - temperature * clocks.log())
+
+
+def sharpness(generator: Randomness) -> float:
+    """Return the scale of the scores of `foreseen`; 1 where it changes nothing."""
+    is_shown = isinstance(generator, RowSeeds) and generator.sampling is not None
+    return float(SHARPNESS ** min(1.0, generator.sampling.temperature)) if is_shown else 1.0
+
+
+def _least_kept(logits: Float[torch.Tensor, "*batch output"], sampling: Sampling) -> Float[torch.Tensor, "*batch 1"]:
+    """Return the least logit that `sampling` keeps, of the likeliest tokens; a whole sort would take longer than a draft."""
+    top = logits.topk(min(sampling.top_k or NUCLEUS, NUCLEUS, logits.shape[-1]), dim=-1).values
+    if sampling.top_p is None:
+        return top[..., -1:]
+    best = top[..., :1]
+    of = logits if sampling.top_k is None else top
+    total = ((of - best) / sampling.temperature).exp().sum(-1, keepdim=True)
+    probs = ((top - best) / sampling.temperature).exp() / total
+    is_kept = probs.cumsum(-1) - probs < sampling.top_p
+    return top.masked_fill(~is_kept, torch.inf).amin(-1, keepdim=True)
 
 
 def _first_to_ring(
@@ -300,7 +324,7 @@ def _clocks(
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 """The step of SplitMix64, as a signed number: 2**64 divided by the golden ratio."""
 FACTORS = (0xFF51AFD7ED558CCD - 2**64, 0xC4CEB9FE1A85EC53 - 2**64)
-SHIFT, FLOAT_BITS = 33, 52
+SHIFT, FLOAT_BITS, UNSIGNED = 33, 52, 2**64 - 1
 
 
 def stream_keys(*parts: Int[torch.Tensor, "*#stream"]) -> Int[torch.Tensor, "*stream"]:
@@ -334,6 +358,20 @@ def _mixed(bits: Int[torch.Tensor, "*_"]) -> Int[torch.Tensor, "*_"]:
     for factor in FACTORS:
         bits.bitwise_xor_(_upper(bits)).mul_(factor)
     return bits.bitwise_xor_(_upper(bits))
+
+
+def _key_on_host(*parts: int) -> int:
+    key = 0
+    for part in parts:
+        key = _mixed_on_host((key ^ part) + GOLDEN)
+    return key
+
+
+def _mixed_on_host(bits: int) -> int:
+    bits &= UNSIGNED
+    for factor in FACTORS:
+        bits = (bits ^ bits >> SHIFT) * factor & UNSIGNED
+    return bits ^ bits >> SHIFT
 
 
 def _upper(bits: Int[torch.Tensor, "*_"]) -> Int[torch.Tensor, "*_"]:

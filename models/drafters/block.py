@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache
 
 from ...data.types import DrafterBatch
-from ..decoding.sampling import Randomness, foreseen
+from ..decoding.sampling import Randomness, RowSeeds, Sampling, foreseen, sharpness
 from ..decoding.types import Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers, decoder_of
@@ -339,9 +339,12 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
         """Search for the most probable paths through the slots."""
         if isinstance(self.correction, Recurrent):
             return beam_search(self, hidden, last_token, width=self.config.width, generator=generator)
-        limits = {"width": self.config.width, "num_candidates": self.config.candidates}
+        if isinstance(generator, RowSeeds) and generator.sampling is not None:
+            # Limits hold for the corrected logits, which come later.
+            generator = generator.shown(Sampling(temperature=generator.sampling.temperature))
         logits = foreseen(self.head(hidden), range(hidden.shape[1]), generator, self.to_target_tokens)
-        return lattice_search(self.correction, logits, last_token, self.vocabulary, **limits)
+        limits = {"width": self.config.width, "num_candidates": self.config.candidates}
+        return lattice_search(self.correction, logits, last_token, self.vocabulary, scale=sharpness(generator), **limits)
 
     @property
     def num_cache_layers(self) -> int:

@@ -124,10 +124,11 @@ def lattice_search(
     *,
     width: int,
     num_candidates: int,
+    scale: float = 1.0,
 ) -> SearchTree:
     """Search for the `width` most probable paths through the candidates of each slot.
 
-    `logits` are those before the correction. Probabilities are normalised over the whole
+    `logits` are those before the correction, maybe times a `scale`. Probabilities are normalised over the whole
     vocabulary, where tokens that are no candidates keep their logits without a correction.
 
     A slot's candidates are its most probable tokens before the correction. The corrections of all
@@ -146,8 +147,8 @@ def lattice_search(
     others = logits.scatter(-1, outputs, -torch.inf).logsumexp(-1, keepdim=True)  # [batch, slot, 1]
     tokens = vocabulary.target_tokens(outputs)
     # 2. Log-probabilities of each candidate after each candidate of the slot before.
-    first = edge_log_probs(correction, last_token[:, None, None], outputs[:, :1], values[:, :1], others[:, :1])
-    edges = edge_log_probs(correction, tokens[:, :-1], outputs[:, 1:], values[:, 1:], others[:, 1:])
+    first = edge_log_probs(correction, last_token[:, None, None], outputs[:, :1], values[:, :1], others[:, :1], scale)
+    edges = edge_log_probs(correction, tokens[:, :-1], outputs[:, 1:], values[:, 1:], others[:, 1:], scale)
     # 3. The best paths, slot by slot. `last` is the number of a path's last token among its slot's
     # candidates.
     levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -169,15 +170,16 @@ def edge_log_probs(
     outputs: Int[torch.Tensor, "batch slot candidate"],
     values: Float[torch.Tensor, "batch slot candidate"],
     others: Float[torch.Tensor, "batch slot 1"],
+    scale: float = 1.0,
 ) -> Float[torch.Tensor, "batch slot before candidate"]:
     """Return the log-probability of each candidate after each token that may come before it.
 
-    `values` are the candidates' logits before the correction, `others` the log-sum-exp of the
-    logits of all tokens that are no candidates.
+    The correction counts `scale` times. `values` are the candidates' logits before the correction, `others` the
+    log-sum-exp of the logits of all tokens that are no candidates.
     """
     states = correction.state(previous)
     bias = states @ correction.rows(outputs).transpose(-1, -2).to(states.dtype)
-    logits = values[:, :, None] + bias.float()
+    logits = values[:, :, None] + scale * bias.float()
     total = torch.logaddexp(logits.logsumexp(-1), others)
     # Rounding must not lift a child above its parent.
     return (logits - total[..., None]).clamp(max=0)

@@ -9,7 +9,7 @@ import heapq
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, inf, isnan
+from math import exp, inf, isnan, log
 from typing import NamedTuple
 
 from ..decoding.growing_tree import GrowingTree
@@ -228,6 +228,7 @@ def children(
 
 RING_WEIGHT, RING_POWER = 0.75, 0.45
 """How a clock changes the odds of a draft token: measured with SmolLM2 at temperature 1."""
+MAX_LOG_ODDS = 20.0
 
 
 def odds_of_ring(ring: float, temperature: float) -> float:
@@ -237,7 +238,7 @@ def odds_of_ring(ring: float, temperature: float) -> float:
     exp(-ring (1 - p) / p) (see `RowSeeds`). An estimate is a mean over places where p is near 1 or near 0, and there
     the odds change by about this factor. The lower the temperature, the nearer is p to 1 or 0.
     """
-    return float((RING_WEIGHT * ring**-RING_POWER) ** temperature)
+    return exp(max(-MAX_LOG_ODDS, min(MAX_LOG_ODDS, temperature * (log(RING_WEIGHT) - RING_POWER * log(ring)))))
 
 
 MergeWalk = tuple[MergedRow, int]

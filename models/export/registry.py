@@ -39,14 +39,7 @@ FORMATS: dict[str, Format] = {
 """All formats, in the order in which `format_of` checks a folder: formats with a key of their own
 come first."""
 ENGINES: dict[str, dict[str, str]] = {
-    "vllm": {
-        "eagle3": "eagle3",
-        "block": "dspark",
-        "eagle": "eagle1-vllm",
-        "draft_model": "transformers",
-        "mtp": "mtp",
-        "medusa": "medusa",
-    },
+    "vllm": {"eagle3": "eagle3", "block": "dspark", "eagle": "eagle1-vllm", "draft_model": "transformers", "mtp": "mtp"},
     "sglang": {"eagle3": "eagle3", "block": "dspark", "eagle": "eagle1-sglang", "draft_model": "transformers", "mtp": "mtp"},
 }
 """Format that a serving engine reads, by engine and kind of drafter."""

@@ -15,7 +15,7 @@ import torch
 
 from outrider.data.chat import encode_prompt, template_digest
 from outrider.data.conversations import Turn
-from outrider.eval import run
+from outrider.eval import audited
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure import bench as measure
 from outrider.eval.measure import methods
@@ -572,8 +572,8 @@ def differing(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
 
     All other answers equal plain decoding's.
     """
-    monkeypatch.setattr(run, "to_audit", lambda records, mismatches, dtype: [item.record for item in mismatches])
-    monkeypatch.setattr(lossless, "to_audit", run.to_audit)
+    monkeypatch.setattr(audited, "to_audit", lambda records, mismatches, dtype: [item.record for item in mismatches])
+    monkeypatch.setattr(lossless, "to_audit", audited.to_audit)
     original = measure.Bench._records
     changed: list[str] = []
 
@@ -601,7 +601,7 @@ def run_out_in_audits(monkeypatch: pytest.MonkeyPatch, num_failing: int) -> list
             raise ON_A_GPU
         return [Audit(deficit=0.0, position=0, noise=1.0, ends_rightly=True, within_noise=True) for _ in answers]
 
-    monkeypatch.setattr(run, "audits", limited)
+    monkeypatch.setattr(audited, "audits", limited)
     return tried
 
 
@@ -633,10 +633,31 @@ def test_an_answer_is_unproven_if_its_audit_runs_out_of_memory_twice(run_tiny, d
     assert run_tiny(folder)[1]["lossless_label"] == "within noise (1)", "the same command audits it"
 
 
+@pytest.mark.parametrize(("budget", "num_rows"), [(None, 8), (64, 2), (10, 1)])
+def test_as_many_answers_are_audited_together_as_a_budget_has_room_for(tiny_target_dir, budget, num_rows):
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="bfloat16", device="cpu"))
+    target.budget_tokens, sizes = budget, list[int]()
+
+    def work(answers: Sequence[list[int]]) -> list[Audit]:
+        sizes.append(len(answers))
+        return [Audit(deficit=0.0, position=0, noise=1.0, ends_rightly=True, within_noise=True) for _ in answers]
+
+    found = audited.audit_within_memory(work, [(number,) for number in range(9)], target, 30)
+    assert len(found) == 9
+    assert max(sizes) == num_rows
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"of": "x", "audits": {"a": {"wrong": 1}}}'])
+def test_a_damaged_file_of_audits_is_left_out(tmp_path, text, caplog):
+    (tmp_path / "audits.json").write_text(text)
+    assert audited.read_audits(tmp_path / "audits.json", "x") == {}
+    assert "are audited again" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_run_that_is_killed_in_its_audits_goes_on_with_the_next(run_tiny, tiny_target_dir, tmp_path, monkeypatch):
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="bfloat16", device="cpu"))
-    original, asked = run.audits, list[int]()
+    original, asked = audited.audits, list[int]()
 
     def killed_at_the_third(*arguments: Any, **options: Any) -> list[Audit]:
         asked.append(1)
@@ -644,9 +665,9 @@ def test_a_run_that_is_killed_in_its_audits_goes_on_with_the_next(run_tiny, tiny
             raise KeyboardInterrupt
         return original(*arguments, **options)
 
-    monkeypatch.setattr(run, "audits", killed_at_the_third)
-    monkeypatch.setattr(run, "to_audit", lambda records, mismatches, dtype: list(records))
-    monkeypatch.setattr(lossless, "to_audit", run.to_audit)
+    monkeypatch.setattr(audited, "audits", killed_at_the_third)
+    monkeypatch.setattr(audited, "to_audit", lambda records, mismatches, dtype: list(records))
+    monkeypatch.setattr(lossless, "to_audit", audited.to_audit)
     with pytest.raises(KeyboardInterrupt):
         run_tiny(tmp_path, target)
     kept = json.loads((tmp_path / "audits.json").read_text())["audits"]

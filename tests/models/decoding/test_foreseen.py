@@ -5,11 +5,13 @@ import torch
 
 from outrider.models.decoding import DraftTree, Sampling, SpeculativeSampling, TargetOutput, generate
 from outrider.models.decoding.acceptance import follow_choices
-from outrider.models.decoding.sampling import RowSeeds, choose, foreseen, warp
+from outrider.models.decoding.sampling import RowSeeds, choose, foreseen, sharpness, warp
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.candidates import Candidates
+from outrider.models.drafters.corrections import Markov, lattice_search
 from outrider.models.drafters.merge_sources import odds_of_draws
 from outrider.models.drafters.merging import Proposals, children, odds_of_ring
+from outrider.models.drafters.vocabulary import DraftVocabulary
 
 from ...decoded import texts_of
 
@@ -82,10 +84,55 @@ def test_drawing_on_the_way_is_drawing_everywhere(seed):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
+@pytest.mark.parametrize("limits", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.5}])
+def test_tokens_that_a_limit_drops_come_last_in_order(limits):
+    logits, sampling = 3 * torch.randn(2, 1, VOCAB), Sampling(temperature=0.7, **limits)
+    seeds = RowSeeds([1, 2])
+    free = foreseen(logits, range(1), seeds.shown(Sampling(temperature=0.7)))
+    scores, is_kept = foreseen(logits, range(1), seeds.shown(sampling)), warp(logits, sampling) > 0
+    assert torch.equal(scores[is_kept], free[is_kept])
+    for row in range(2):
+        kept, dropped = scores[row, 0, is_kept[row, 0]], scores[row, 0, ~is_kept[row, 0]]
+        assert kept.min() > dropped.max() > -torch.inf
+        assert torch.equal(dropped.argsort(), free[row, 0, ~is_kept[row, 0]].argsort())
+
+
+def test_a_correction_is_foreseen_as_a_part_of_the_logits():
+    torch.manual_seed(0)
+    correction, last = Markov(VOCAB, VOCAB, 6), torch.tensor([4, 9, 20])
+    torch.nn.init.normal_(correction.markov_w1.weight)
+    torch.nn.init.normal_(correction.markov_w2.weight)
+    logits = torch.randn(3, 1, VOCAB)
+    whole = logits + correction.markov_w2(correction.state(last))[:, None]
+    seeds = RowSeeds([1, 2, 3], sampling=Sampling(temperature=0.8))
+    drawn = choose(warp(whole, seeds.sampling), torch.zeros(3, 1, dtype=torch.long), 0, seeds)
+    options = {"width": 1, "num_candidates": VOCAB, "scale": sharpness(seeds)}
+    vocabulary = DraftVocabulary(size=VOCAB)
+    search = lattice_search(correction, foreseen(logits, range(1), seeds), last, vocabulary, **options)
+    assert torch.equal(search.tokens, drawn)
+
+
+def test_a_watched_recorded_rule_shows_its_draws(target):
+    class Around:
+        def __init__(self, rule):
+            self.rule, self.lossless, self.is_random = rule, rule.lossless, rule.is_random
+
+        def __call__(self, *arguments, **options):
+            return self.rule(*arguments, **options)
+
+    options = {"kind": "draft_model", "num_layers": 2, "init": "target_layers", "length": 3, "top_k": 1, "tree_nodes": 3}
+    twin = build_drafter(parse_drafter(options), target).double().eval()
+    rule = Around(Around(SpeculativeSampling(sampling=Sampling(temperature=1.0))))
+    prompt = [torch.tensor(PROMPTS[0])]
+    steps = list(generate(target, twin, rule, prompt, max_new_tokens=13, generator=RowSeeds([1])))
+    assert [step.num_accepted for step in steps[1:]] == [(3,)] * 3
+
+
 def test_a_later_clock_makes_a_token_less_likely_and_a_cold_target_hardly_cares():
     factors = [odds_of_ring(ring, 1.0) for ring in (1e-9, 0.1, 0.7, 3.0, 40.0)]
     assert factors == sorted(factors, reverse=True)
     assert factors[0] > 1 > factors[-1] > 0
+    assert 0 < odds_of_ring(40.0, 1e4) < odds_of_ring(1e-9, 1e4) < 1e9
     assert [odds_of_ring(ring, 1e-3) for ring in (0.1, 3.0)] == pytest.approx([1.0, 1.0], abs=1e-2)
     candidates = Candidates(tokens=[4, 9, 4], parents=[-1, -1, 0], scores=[0.5] * 3, bins=[0] * 3)
     seeds = RowSeeds([3, 8], [2, 6])
