@@ -289,8 +289,8 @@ def foreseen(
 
 def sharpness(generator: Randomness) -> float:
     """Return the scale of the scores of `foreseen`; 1 where it changes nothing."""
-    is_shown = isinstance(generator, RowSeeds) and generator.sampling is not None
-    return float(SHARPNESS ** min(1.0, generator.sampling.temperature)) if is_shown else 1.0
+    sampling = generator.sampling if isinstance(generator, RowSeeds) else None
+    return 1.0 if sampling is None else float(SHARPNESS ** min(1.0, sampling.temperature))
 
 
 def _least_kept(logits: Float[torch.Tensor, "*batch output"], sampling: Sampling) -> Float[torch.Tensor, "*batch 1"]:
