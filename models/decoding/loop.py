@@ -44,8 +44,8 @@ def generate(
     The tokens are exactly those of plain decoding with the same rule: every stop rule (see
     `Stopping`) also cuts an accepted path. With `RowSeeds` as `generator`, a row's samples depend
     neither on its neighbours nor on the drafter, and the drafter may foresee the draws (see `foreseen`). A
-    torch.Generator is shared by all rows. `timed`
-    measures the seconds of each phase, and synchronises an accelerator after each.
+    torch.Generator is shared by all rows. `timed` measures the seconds of each phase, and synchronises an
+    accelerator after each.
 
     Raises ValueError for prompts that are empty or fill the context window, and for a token that
     was chosen from logits that aren't numbers (see `reading`); earlier steps stay valid. Raises

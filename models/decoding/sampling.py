@@ -256,9 +256,9 @@ SHARPNESS = 0.75
 """How sure a drafter is of the token that its own probabilities and the clocks choose: the scale of its scores at
 temperature 1, measured with SmolLM2's ReDrafter by likelihood. It goes to 1 as the clocks matter less."""
 NUCLEUS = 64
-"""Most tokens that a drafter takes `top_k` and `top_p` to keep."""
+"""Most tokens that `top_k` and `top_p` keep, as a drafter counts them."""
 OUTSIDE = 30.0
-"""By how much the scores of tokens are lowered that a drafter takes them to drop: these come last, in order."""
+"""Logits are lowered by this where `top_k` or `top_p` drops the token: it comes last, but in order, and stays finite."""
 
 
 def foreseen(

@@ -1,16 +1,13 @@
 """Each benchmark on tiny models: it ends with rows, and finds what it compares equal."""
 
-import contextlib
 import gzip
 import importlib
 import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -414,43 +411,6 @@ variants: {{redrafter: {{}}}}
     assert [(row["seed"], row["steps"]) for row in rows] == [(0, 4), (1, 4), (0, 8), (1, 8)]
     assert rows[0]["labels"] < rows[2]["labels"]
     assert all(1 <= row["tokens per step"] <= 4 and row["95 %"] for row in rows)
-
-
-def test_served_drafters_have_a_row_for_each_number_of_requests(script, tiny_target_dir, tmp_path, monkeypatch):
-    served, asked = script("bench/served"), list[list[str]]()
-    started: list[tuple[str | None, int]] = []
-
-    @contextlib.contextmanager
-    def serve(target: str, dtype: str, drafter: str | None, length: int, log: Path) -> Iterator[str]:
-        started.append((drafter, length))
-        yield f"http://{drafter}"
-
-    def run(command: list[str], *, check: bool) -> Any:
-        asked.append(command)
-        speed = {"concurrency": 4, "seconds_per_token": 0.01, "plain_seconds_per_token": 0.02, "tokens_per_second": 30.0}
-        speed |= {"plain_tokens_per_second": 20.0, "speedup": 2.0, "speedup_ci95": [1.5, 2.5]}
-        drafts = {"server": {"all": {"accepted": 30, "steps": 60}}}
-        found = {"passed": passes, "verdict": "2 wrong tokens", "drafts": drafts, "speeds": [speed]}
-        Path(command[command.index("--output") + 1]).write_text(json.dumps(found))
-        return subprocess.CompletedProcess(command, 0 if passes else 1)
-
-    monkeypatch.setattr(served, "serve", serve)
-    monkeypatch.setattr(served, "subprocess", SimpleNamespace(run=run))  # the record's facts run programs, too
-    monkeypatch.setattr(sys, "argv", ["served.py"])
-    (tmp_path / "drafter").mkdir()
-    names = [f"{tmp_path / 'drafter'}+suffix=3", "ngram=4"]
-    passes, options = True, {"suites": "[mt_bench]", "output": tmp_path / "served.json"}
-    served.main(str(tiny_target_dir), names, **options)
-    first, second = rows_of(tmp_path / "served.json")
-    assert (first["drafter"], first["length"], second["drafter"]) == ("drafter+suffix", 3, "ngram")
-    assert (first["tokens per step"], first["speedup"], first["throughput"]) == (1.5, [2.0, 1.5, 2.5], 1.5)
-    assert [length for _, length in started] == [3, 0, 4, 0]
-    assert "--drafter" in asked[0]
-    assert '"chain": true' in asked[0][asked[0].index("--settings") + 1]
-    assert "--drafter" not in asked[1]
-    passes = False
-    with pytest.raises(RuntimeError, match="2 wrong tokens"):
-        served.main(str(tiny_target_dir), names, **options)
 
 
 @pytest.mark.slow
