@@ -15,6 +15,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ..data.paths import expand_home
 from .build import build, field_problems, merged, problem_report
 from .command_line import CommandLine, read_command_line
 from .config import RECIPE_COMMANDS, ForecastOptions, RunConfig, RunOptions
@@ -235,7 +236,7 @@ def on_top(below: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any
 
 def find_recipe_file(name: str) -> Path | None:
     """Return the file of a recipe, named with or without its suffix; None if there is none."""
-    path = Path(name).expanduser()
+    path = Path(expand_home(name))
     candidates = [path] if path.suffix in SUFFIXES else [path.parent / f"{path.name}{suffix}" for suffix in SUFFIXES]
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 
@@ -257,7 +258,7 @@ def unknown_choice(group: str, name: str) -> str | None:
     known = list(choices(group))
     if name in known:
         return None
-    path = Path(name).expanduser()
+    path = Path(expand_home(name))
     close = get_close_matches(name, known, 1) or [str(near) for near in _near_files(path)] if group == "conf" else []
     close = close or get_close_matches(name, known, 1)
     meant = f"did you mean {group}={close[0]}? T" if close else "t"

@@ -232,12 +232,6 @@ class RunConfig:
                 "base, or set train.lora_rank=null"
             )
         problems = [under(section, line, VARIANT_OPTIONS) for line in lines]
-        temperature: float = getattr(run.drafter.config, "temperature", 0.0)
-        if self.eval.merge and temperature:
-            problems.append(
-                f"eval.merge is {self.eval.merge}, and the drafter's temperature is {temperature:g}: drafts "
-                "that are drawn at random can't be merged; set eval.merge=[], or the drafter's temperature to 0"
-            )
         option = f"{section}.settings" if variant.settings else "eval.settings"
         for index, setting in enumerate(run.settings):
             try:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from ..data.paths import expand_home
 from .describe import choices
 from .errors import COMMAND_VARIABLE, INTERRUPTED, command_line, silence_bars
 
@@ -77,7 +78,7 @@ def launch_command(file: str, options: Sequence[str], program: Sequence[str]) ->
 def _path(file: str) -> Path:
     """Return the path of a launch file. Raises ValueError if there is none."""
     packaged = choices("launch")
-    path = packaged[file].path if file in packaged else Path(file).expanduser()
+    path = packaged[file].path if file in packaged else Path(expand_home(file))
     if not path.is_file():
         close = get_close_matches(file, list(packaged), 1)
         raise ValueError(

@@ -280,7 +280,6 @@ class Bench:
             accepted_histogram=answer.accepted_histogram,
             num_verify_tokens=len(answer.token_ids) - 1,
             num_draft_tokens=answer.num_draft_tokens,
-            drawn=answer.drawn,
             # Plain decoding has no drafts, so every rule samples from the target's distribution.
             lossless_rule=self.rules[turn.temperature].lossless or job.method.name == BASELINE,
             truncated=answer.token_ids[-1] not in self.target.stop_ids,

@@ -172,7 +172,7 @@ def _as_part(parts: DrafterParts, setting: Mapping[str, Any]) -> dict[str, Any]:
 def _check_options(spec: MethodSpec, *, several: bool) -> None:
     """Raise ValueError for options that the drafter doesn't have, and that can't be measured."""
     try:
-        configs = spec.parts.configs(spec.setting or {})
+        spec.parts.configs(spec.setting or {})
     except ValueError as error:
         if not several or not spec.setting:
             raise
@@ -180,12 +180,6 @@ def _check_options(spec: MethodSpec, *, several: bool) -> None:
             f"{error}. Settings hold for each drafter: evaluate {spec.parts.name} without them, in an evaluation without the "
             "others, or as a baseline"
         ) from None
-    for name, config in configs.items():
-        if spec.pipelined and (temperature := getattr(config, "temperature", 0.0)):
-            raise ValueError(
-                f"{name} has temperature {temperature:g}, so it draws its drafts at random, and pipelined decoding takes "
-                f"drafts that depend on the text alone; set its temperature to 0, or decode={SYNCHRONOUS}"
-            )
 
 
 def _remedy(spec: MethodSpec, first: MethodSpec) -> str:

@@ -63,7 +63,6 @@ class Generation:
             token_ids=[token for step, index in row_steps for token in step.tokens[index]],
             accepted_histogram=[accepted.count(length) for length in range(max(accepted, default=-1) + 1)],
             num_draft_tokens=sum(step.num_nodes for step, _ in row_steps),
-            drawn=any(step.drawn for step, _ in row_steps),
             accepted_origins=Counter(
                 origin for step, index in row_steps if step.origins is not None for origin in step.origins[index]
             ),
@@ -89,7 +88,6 @@ class TimedAnswer:
     accepted_histogram: list[int]
     num_draft_tokens: int
     """Draft tokens that the target read for this row, padding included."""
-    drawn: bool
     accepted_origins: Mapping[int, int]
     """Accepted draft tokens by their sources (`DraftTree.origins`); empty for trees of one source."""
 

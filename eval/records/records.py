@@ -143,8 +143,6 @@ class EvalRecord:
     num_verify_tokens: int
     num_draft_tokens: int
     """Draft tokens that the target read for this row, padding included, over all steps."""
-    drawn: bool
-    """Whether the drafter sampled its draft tokens at random."""
     lossless_rule: bool
     """Whether the acceptance rule preserves the target's distribution."""
     truncated: bool
@@ -173,6 +171,8 @@ class EvalRecord:
     """Counts of the target's passes; None for a target without stages."""
     tree_tokens: Any = None
     """Counts that earlier versions recorded; nothing reads them."""
+    drawn: bool = False
+    """Whether the drafter drew its draft tokens at random, as those of earlier versions could."""
     drafts: Drafts | None = None
     """Every step of the answer, decoded once more; only in profiled answers with a drafter."""
 

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch.nn.functional import pad
 
-from .sampling import Randomness, RowSeeds, Sampling, choose, draw, flip, warp
-from .tree import DraftTree, Drawn
+from .sampling import Randomness, RowSeeds, Sampling, choose, warp
+from .tree import DraftTree
 from .types import NO_NODE, Acceptance, TargetOutput
 
 
@@ -32,25 +32,13 @@ class GreedyAcceptance:
 class SpeculativeSampling:
     """Sample from the target's warped distribution p exactly, whatever the drafter proposes.
 
-    **Deterministic trees** (`tree.drawn` is None: beam search, top-k). A token is drawn from p
-    after every node. The walk continues as long as the drawn token is a child of the current node.
+    A token is drawn from p after every node. The walk continues as long as the drawn token is a child of the
+    current node.
     Proof of exactness: each emitted token is a draw from p given the text before it, independent of
     all other draws. The tree is a function of the text alone; it only decides after how many draws
     the walk ends. One of the children is accepted with probability sum p(child). No exact rule for
     such trees accepts more. A tree may also be a function of the numbers of `RowSeeds` (see `foreseen`): each
     draw is a function of p, the seed and the place, whatever the tree is, so the text is plain decoding's.
-
-    **Drawn trees** (`tree.drawn` has the distribution q that each node's children were drawn from).
-    The children are tried in turn (arXiv 2302.01318 for one child, 2305.09781 section 4.3 for
-    several). Child x is accepted with probability min(1, p(x) / q(x)). If x is rejected, p becomes
-    the normalised positive part of p - q. If the children were drawn without replacement, q also
-    loses x (2402.14160, section 3.1). After all children the bonus token is drawn from the final p.
-
-    Proof for one round, with x ~ q. Acceptance emits y with probability min(p(y), q(y)). Rejection
-    has the probability sum max(p - q, 0). So the round emits p if the rest, after a rejection,
-    emits the normalised max(p - q, 0). This holds for the final draw. By induction from the last
-    child to the first it holds for every round: the q of a round is the distribution of that
-    round's child.
     """
 
     sampling: Sampling
@@ -64,16 +52,11 @@ class SpeculativeSampling:
         return True
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
-        is_on_host = tree.drawn is None and output.logits.device.type == "cpu"
+        is_on_host = output.logits.device.type == "cpu"
         if is_on_host and isinstance(generator, RowSeeds) and generator.seeds:  # a recorded rule has them on the device alone
             return follow_draws(tree, output.logits, self.sampling, generator)
         probs = warp(output.logits, self.sampling)
-        if tree.drawn is None:
-            return follow_choices(tree, choose(probs, pad(tree.depths, (1, 0)), tree.max_depth, generator))
-        accept, bonus = try_children(tree, tree.drawn, probs)
-        walk = follow(tree, first_accepted(tree, flip(accept, generator)))
-        rows = torch.arange(len(bonus), device=bonus.device)
-        return walk.accept(draw(bonus[rows, walk.entry], generator))
+        return follow_choices(tree, choose(probs, pad(tree.depths, (1, 0)), tree.max_depth, generator))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,68 +88,11 @@ class TypicalAcceptance:
         threshold = (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
         walk = follow(tree, _at_children(tree, probs) > threshold.gather(1, tree.parents + 1))
         rows = torch.arange(len(probs), device=probs.device)
-        return walk.accept(draw(probs[rows, walk.entry], generator))
+        last = probs[rows, walk.entry][:, None]
+        return walk.accept(choose(last, walk.num_accepted[:, None], tree.max_depth, generator)[:, 0])
 
 
 # --- the first half: each node alone
-
-
-def try_children(
-    tree: DraftTree, drawn: Drawn, probs: Float[torch.Tensor, "batch entry vocab"]
-) -> tuple[Float[torch.Tensor, "batch node"], Float[torch.Tensor, "batch entry vocab"]]:
-    """Run multi-round speculative sampling at all entries at once.
-
-    Returns two tensors. The first has the probability that each node is accepted, given that its
-    parent was accepted and its elder siblings were rejected. The second has the distribution of the
-    bonus token at each entry, given that all its children were rejected.
-
-    Worked example: an entry with p = (0.5, 0.5, 0) and one child, token 2, drawn from q = (0, 0.5,
-    0.5). The child is accepted with probability 0 / 0.5 = 0. The bonus distribution is the positive
-    part of p - q = (0.5, 0, -0.5), normalised: (1, 0, 0).
-    """
-    # 1. Rank the siblings: rank r is tried in turn r, at all entries together.
-    batch, num_entries, _ = probs.shape
-    drawn_from = drawn.probs.to(probs.dtype)
-    rank = sibling_rank(tree)
-    accept = torch.zeros(tree.tokens.shape, dtype=probs.dtype, device=probs.device)
-    for turn in range(drawn.max_children):
-        is_turn = rank == turn
-        # 2. Find the token tried at each entry in this turn. Nodes of other turns write to a dummy
-        # last column, which is cut off.
-        tried = torch.full((batch, num_entries + 1), NO_NODE, device=probs.device)
-        tried.scatter_(1, torch.where(is_turn, tree.parents + 1, num_entries), tree.tokens)
-        tried = tried[:, :num_entries, None]
-        token = tried.clamp(min=0)
-        # 3. Accept with probability min(1, p / q). A token with q = 0 can't have been drawn; if one
-        # is there anyway, its probability of acceptance is 0.
-        ratio = (probs.gather(2, token) / drawn_from.gather(2, token)).nan_to_num(0.0, posinf=0.0)[..., 0].clamp(max=1.0)
-        accept = torch.where(is_turn, ratio.gather(1, tree.parents + 1), accept)
-        # 4. A rejected child leaves max(p - q, 0), normalised, for the next child and for the
-        # bonus.
-        left = (probs - drawn_from).clamp(min=0.0)
-        total = left.sum(-1, keepdim=True)
-        # If nothing is left, p equals q, and the child is always accepted.
-        probs = torch.where((tried != NO_NODE) & (total > 0), left / total, probs)
-        if not drawn.with_replacement:
-            # 5. The rejected token leaves q.
-            without = drawn_from.scatter(2, token, 0.0)
-            without = (without / without.sum(-1, keepdim=True)).nan_to_num(0.0)
-            drawn_from = torch.where(tried != NO_NODE, without, drawn_from)
-    return accept, probs
-
-
-def sibling_rank(tree: DraftTree) -> Int[torch.Tensor, "batch node"]:
-    """Count the earlier nodes with the same parent, for each node; NO_NODE for padding."""
-    same_parent = tree.parents[:, :, None] == tree.parents[:, None, :]
-    rank = same_parent.tril(-1).sum(-1)
-    return torch.where(tree.tokens == NO_NODE, NO_NODE, rank)
-
-
-def first_accepted(tree: DraftTree, accepted: Bool[torch.Tensor, "batch node"]) -> Bool[torch.Tensor, "batch node"]:
-    """Keep only the first accepted child of each node: later siblings are never tried."""
-    siblings = tree.parents[:, :, None] == tree.parents[:, None, :]
-    elder_accepted = (siblings & accepted[:, None, :]).tril(-1).any(-1)
-    return accepted & ~elder_accepted & (tree.tokens != NO_NODE)
 
 
 def _at_children(tree: DraftTree, probs: Float[torch.Tensor, "batch entry vocab"]) -> Float[torch.Tensor, "batch node"]:

@@ -43,9 +43,9 @@ def generate(
 
     The tokens are exactly those of plain decoding with the same rule: every stop rule (see
     `Stopping`) also cuts an accepted path. With `RowSeeds` as `generator`, a row's samples depend
-    neither on its neighbours nor on the drafter, and the drafter may foresee the draws (see `foreseen`). A
-    torch.Generator is shared by all rows. `timed` measures the seconds of each phase, and synchronises an
-    accelerator after each.
+    neither on its neighbours nor on the drafter, and the drafter may foresee the draws (see `foreseen`). By
+    default the seeds are drawn from torch's global generator. `timed` measures the seconds of each phase, and
+    synchronises an accelerator after each.
 
     Raises ValueError for prompts that are empty or fill the context window, and for a token that
     was chosen from logits that aren't numbers (see `reading`); earlier steps stay valid. Raises
@@ -55,6 +55,8 @@ def generate(
     inner: Any = rule
     while hasattr(inner, "rule"):  # a recorded or a watched one
         inner = inner.rule
+    if generator is None and rule.is_random:
+        generator = RowSeeds.drawn(len(batch.lengths))
     if isinstance(generator, RowSeeds) and isinstance(inner, SpeculativeSampling) and inner.sampling.temperature > 0:
         generator = generator.shown(inner.sampling)
     stopping = Stopping(batch.lengths, max_new_tokens, target.context_length, stop_ids, stop_strings, tokenizer)
@@ -72,7 +74,7 @@ def generate(
         require_same_batch(target, num_prefills)
         # 2. Drop the rows whose answers have ended.
         rows, last_token = [step.rows[index] for index in places], acceptance.bonus_token
-        kept = kept_places(places, len(last_token), few_sizes=wants_few_sizes(target, rule, generator, step))
+        kept = kept_places(places, len(last_token), few_sizes=target.has_fixed_shapes)
         if len(places) < len(step.rows):
             target.select(kept)
             state, last_token = drafter.select(state, kept), last_token[kept]
@@ -119,16 +121,6 @@ def require_same_batch(target: Target, num_prefills: int) -> None:
         )
 
 
-def wants_few_sizes(target: Target, rule: AcceptanceRule, generator: Randomness, step: Step) -> bool:
-    """Return whether copies of a row may fill the batch up to one of few sizes.
-
-    Copies must decode the same text as their row. They do if they use the same random numbers, or
-    none.
-    """
-    are_alike = isinstance(generator, RowSeeds) or not (rule.is_random or step.drawn)
-    return target.has_fixed_shapes and are_alike
-
-
 def kept_places(places: Sequence[int], batch: int, *, few_sizes: bool) -> list[int]:
     """Return the rows that stay in a batch, given the `places` of the unfinished answers.
 
@@ -167,7 +159,6 @@ def make_step(
         num_accepted=tuple(len(new) - 1 for new in tokens),
         num_nodes=tree.num_nodes,
         origins=None if tree.origins is None else _origins_of(tree.origins, accepted.host_nodes[: len(rows)]),
-        drawn=tree.drawn is not None,
         is_prefill=is_prefill,
         is_adopted=is_adopted,
         seconds=seconds,

@@ -138,8 +138,8 @@ class Drafter(Protocol[State, Drafted]):
     ) -> tuple[DraftTree, Drafted]:
         """Return a tree that hangs from `last_token`, and what `advance` needs of the proposal.
 
-        `last_token` is committed, but the state is that before it. A tree that is drawn at random is
-        drawn with `generator`, and others may depend on the draws that it shows (see `foreseen`).
+        `last_token` is committed, but the state is that before it. The tree may depend
+        on the draws that `generator` shows (see `foreseen`).
         """
 
     def meanwhile(self, drafted: Drafted) -> Meanwhile | None:

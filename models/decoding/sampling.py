@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from ...data.device import to_device
 
@@ -77,74 +77,31 @@ def warp(logits: Float[torch.Tensor, "*batch vocab"], sampling: Sampling) -> Flo
 
 @runtime_checkable
 class Chance(Protocol):
-    """Source of random decisions in place of a torch.Generator.
+    """Source of the target's random choices: `RowSeeds`. Tests also enumerate every outcome."""
 
-    A certificate enumerates every outcome; `RowSeeds` decides for each row on its own.
-    """
+    def choose(
+        self, probs: Float[torch.Tensor, "batch entry vocab"], depths: Int[torch.Tensor, "batch entry"], max_depth: int
+    ) -> Int[torch.Tensor, "batch entry"]:
+        """Choose one token after each entry of a tree, at its depth, of which one path will be used.
 
-    def draw(self, probs: torch.Tensor) -> torch.Tensor: ...
-    def flip(self, probs: torch.Tensor) -> torch.Tensor: ...
+        `depths` counts tokens after entry 0. The distributions need not be normalised, and the host doesn't wait.
+        """
 
 
-Randomness = torch.Generator | Chance | None
-
-
-def draw(probs: Float[torch.Tensor, "*batch vocab"], generator: Randomness = None) -> Int[torch.Tensor, "*batch"]:
-    """Draw one token from each distribution.
-
-    The distributions need not be normalised, and the host doesn't wait.
-    Of independent exponential clocks with rates p, the first to ring is token i with probability
-    p(i) / sum(p).
-    """
-    if isinstance(generator, Chance):
-        return generator.draw(probs)
-    return _first_to_ring(probs, _clocks(probs, generator))
+Randomness = Chance | None
+"""None where nothing is random."""
 
 
 def choose(
     probs: Float[torch.Tensor, "batch entry vocab"],
     depths: Int[torch.Tensor, "batch entry"],
     max_depth: int,
-    generator: Randomness = None,
+    generator: Randomness,
 ) -> Int[torch.Tensor, "batch entry"]:
-    """Choose one token after each entry of a tree, at its depth. One path of them will be used.
-
-    `depths` counts tokens after entry 0. Entries of one depth share their clocks, so after the same
-    text they choose the same token.
-    """
-    if isinstance(generator, RowSeeds):
-        return generator.choose(probs, depths, max_depth)
-    if isinstance(generator, Chance):
-        return generator.draw(probs)
-    clocks = torch.empty(len(probs), max_depth + 1, probs.shape[-1], dtype=probs.dtype, device=probs.device)
-    clocks.exponential_(generator=generator)
-    return _first_to_ring(probs, clocks.gather(1, depths[:, :, None].expand_as(probs)))
-
-
-def draw_several(
-    probs: Float[torch.Tensor, "*batch vocab"], count: int, generator: Randomness = None
-) -> Int[torch.Tensor, "*batch count"]:
-    """Draw `count` different tokens from each distribution without replacement, in order.
-
-    The clocks are those of `draw`: the second to ring is a draw from the tokens that remain. At
-    least `count` tokens must have a positive probability.
-    """
-    if isinstance(generator, RowSeeds):
-        return generator.draw_several(probs, count)
-    if isinstance(generator, Chance):
-        drawn = []
-        for _ in range(count):
-            drawn.append(generator.draw(probs))
-            probs = probs.scatter(-1, drawn[-1][..., None], 0.0)
-        return torch.stack(drawn, dim=-1)
-    return (probs / _clocks(probs, generator)).topk(count, dim=-1).indices
-
-
-def flip(probs: Float[torch.Tensor, "*batch"], generator: Randomness = None) -> Bool[torch.Tensor, "*batch"]:
-    """Flip one coin for each probability; True with that probability."""
-    if isinstance(generator, Chance):
-        return generator.flip(probs)
-    return torch.rand(probs.shape, dtype=probs.dtype, device=probs.device, generator=generator) < probs
+    """Choose by `generator`. Raises ValueError if there is none."""
+    if generator is None:
+        raise ValueError("a rule that samples was called without random numbers; give generator=RowSeeds(...)")
+    return generator.choose(probs, depths, max_depth)
 
 
 class RowSeeds:
@@ -157,18 +114,24 @@ class RowSeeds:
     invariance", arXiv 2408.07978.) Sampling stays exact: with or without a tree, the draw of token
     t is independent of the text before it.
 
-    Other decisions (`draw`, `flip`) also depend on the number of earlier decisions. Padding after a
-    row's nodes changes nothing. All numbers are the same on every device (see `stream_keys`).
+    A token is drawn with exponential clocks: of independent ones with rates p, the first to ring is token i with
+    probability p(i) / sum(p). Entries of one depth share their clocks. All numbers are the same on every device (see
+    `stream_keys`).
 
     With `sampling`, the way in which the target's tokens are drawn, drafters may look at the clocks of coming
-    tokens (see `foreseen`). Use an instance for one call of `generate`.
+    tokens (see `foreseen`).
     """
 
     def __init__(self, seeds: Sequence[int], positions: Sequence[int] | None = None, sampling: Sampling | None = None) -> None:
         self.seeds, self.sampling = tuple(seed & MAX_SEED for seed in seeds), sampling
         self._positions = (0,) * len(self.seeds) if positions is None else tuple(positions)
         self._rows: torch.Tensor | None = None
-        self._num_decisions = 0
+
+    @classmethod
+    def drawn(cls, num_rows: int, generator: torch.Generator | None = None) -> "RowSeeds":
+        """Return seeds that a generator draws, by default torch's global one."""
+        device = generator.device if generator is not None else None
+        return cls(torch.randint(MAX_SEED, (num_rows,), generator=generator, device=device).tolist())
 
     @classmethod
     def of_rows(cls, rows: Int[torch.Tensor, "2 batch"]) -> "RowSeeds":
@@ -187,7 +150,7 @@ class RowSeeds:
         self, probs: Float[torch.Tensor, "batch entry vocab"], depths: Int[torch.Tensor, "batch entry"], max_depth: int
     ) -> Int[torch.Tensor, "batch entry"]:
         clocks = self.clocks(probs, torch.arange(max_depth + 1, device=probs.device), probs.shape[-1])
-        return _first_to_ring(probs, clocks.gather(1, depths[:, :, None].expand_as(probs)))
+        return (probs / clocks.gather(1, depths[:, :, None].expand_as(probs))).argmax(-1)
 
     def clocks(
         self,
@@ -208,15 +171,6 @@ class RowSeeds:
         bits = [_mixed_on_host(keys[depth] + (token + 1) * GOLDEN) for depth, token in zip(depths, tokens, strict=True)]
         return [-log(((number >> 64 - FLOAT_BITS) + 0.5) * 2.0**-FLOAT_BITS) for number in bits]
 
-    def draw(self, probs: Float[torch.Tensor, "batch *entry vocab"]) -> Int[torch.Tensor, "batch *entry"]:
-        return _first_to_ring(probs, self._numbers(exponential, probs).to(probs.dtype))
-
-    def draw_several(self, probs: Float[torch.Tensor, "batch *entry vocab"], count: int) -> Int[torch.Tensor, "..."]:
-        return (probs / self._numbers(exponential, probs).to(probs.dtype)).topk(count, dim=-1).indices
-
-    def flip(self, probs: Float[torch.Tensor, "batch *entry"]) -> Bool[torch.Tensor, "batch *entry"]:
-        return self._numbers(uniform, probs) < probs
-
     def after(self, num_emitted: Sequence[int], rows: Sequence[int]) -> "RowSeeds":
         """Return the seeds of these rows after their answers have grown by `num_emitted` tokens."""
         positions = [self._positions[row] + num_emitted[row] for row in rows]
@@ -227,13 +181,6 @@ class RowSeeds:
         other = copy(self)
         other.sampling = sampling
         return other
-
-    def _numbers(self, make: Callable[[torch.Tensor, int], torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        """Return random numbers of the shape of `like`: number i of each row's stream."""
-        self._num_decisions += 1
-        seeds, positions = self._rows_for(like)
-        decision = torch.full_like(seeds, self._num_decisions)
-        return make(stream_keys(seeds, positions, decision), like[0].numel()).view(like.shape)
 
     def _rows_for(self, values: Float[torch.Tensor, "batch *_"]) -> Int[torch.Tensor, "2 batch"]:
         rows = self.rows(values.device)
@@ -304,18 +251,6 @@ def _least_kept(logits: Float[torch.Tensor, "*batch output"], sampling: Sampling
     probs = ((top - best) / sampling.temperature).exp() / total
     is_kept = probs.cumsum(-1) - probs < sampling.top_p
     return top.masked_fill(~is_kept, torch.inf).amin(-1, keepdim=True)
-
-
-def _first_to_ring(
-    probs: Float[torch.Tensor, "*batch vocab"], clocks: Float[torch.Tensor, "*batch vocab"]
-) -> Int[torch.Tensor, "*batch"]:
-    return (probs / clocks).argmax(-1)
-
-
-def _clocks(
-    probs: Float[torch.Tensor, "*batch vocab"], generator: torch.Generator | None
-) -> Float[torch.Tensor, "*batch vocab"]:
-    return torch.empty_like(probs).exponential_(generator=generator)
 
 
 # --- random numbers that are functions of a key and an index, equal on every device

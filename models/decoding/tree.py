@@ -5,22 +5,9 @@ from copy import copy
 from dataclasses import InitVar, dataclass, field
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from .types import NO_NODE, AcceptedPath
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
-    """Record of how a tree's draft tokens were drawn at random. Exact acceptance needs it."""
-
-    probs: Float[torch.Tensor, "batch entry vocab"]
-    """The warped distribution that the children of each entry were drawn from. Entry 0 is the last
-    committed token, entry n + 1 is node n."""
-    max_children: int
-    """Upper bound of the number of siblings."""
-    with_replacement: bool = False
-    """Whether siblings were drawn independently, and so may be equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +32,6 @@ class DraftTree:
     tokens: Int[torch.Tensor, "batch node"]
     parents: Int[torch.Tensor, "batch node"]
     max_depth: int
-    drawn: Drawn | None = None
-    """None if the tree is a function of the text; siblings must then be different tokens."""
     largest: Int[torch.Tensor, ""] | None = None
     """Nodes of the fullest row, on the device, if they are counted already."""
     is_fixed: bool = False
@@ -90,7 +75,7 @@ class DraftTree:
         """Return the tree without the padding that all rows share. It needs `largest`.
 
         The new size is a multiple of `bucket`, at most the old size. The host reads the number of
-        nodes of the fullest row, and so waits for an accelerator. Drawn trees can't be trimmed.
+        nodes of the fullest row, and so waits for an accelerator.
         """
         if not self.num_nodes:
             return self
@@ -99,8 +84,7 @@ class DraftTree:
         return self.first(min(-(-num_nodes // bucket) * bucket, self.num_nodes))
 
     def first(self, num_nodes: int) -> "DraftTree":
-        """Return the tree of the first nodes of each row, in the same memory. `drawn` must be None."""
-        assert self.drawn is None
+        """Return the tree of the first nodes of each row, in the same memory."""
         tree = copy(self)  # slices the derived fields too, instead of recomputing them
         for name in ("tokens", "parents", "lineage", "depths"):
             object.__setattr__(tree, name, getattr(self, name)[:, :num_nodes])

@@ -176,8 +176,6 @@ class Step:
     """Draft tokens that the target accepted, including those cut off at an answer's end."""
     num_nodes: int
     """Draft tokens per row that the target verified, padding included."""
-    drawn: bool
-    """Whether its draft tokens were drawn at random (`DraftTree.drawn`)."""
     is_prefill: bool
     is_adopted: bool = False
     """Whether the last token was under way as a draft (pipelined only). `num_accepted` leaves it

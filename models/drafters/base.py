@@ -15,7 +15,6 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import AcceptedPath, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
 from .beams import SearchTree, pack_likeliest
-from .group_search import pack_groups
 from .objective import Loss, Objective
 
 
@@ -90,18 +89,12 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
     def skip(self, state: Any, last_token: Int[torch.Tensor, " batch"]) -> Any:
         """Return what `advance` needs in a step without drafts of this drafter, which reads nothing now."""
 
-    @property
-    def can_be_recorded(self) -> bool:
-        """Whether drafting samples nothing: a recording would repeat its random numbers."""
-        return True
-
     def pack(self, search: SearchTree) -> DraftTree:
         """Return the proposal; the host reads nothing, so that a recording can repeat it.
 
-        By default it has the `max_nodes` likeliest nodes, or whole groups of drawn siblings.
+        By default it has the `max_nodes` likeliest nodes.
         """
-        pack = pack_likeliest if search.drawn_from is None else pack_groups
-        return pack(search, self.max_nodes)
+        return pack_likeliest(search, self.max_nodes)
 
     def trim(self, tree: DraftTree) -> DraftTree:
         """Cut padding from a proposal, for which the host may read values. By default cut nothing."""

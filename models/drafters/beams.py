@@ -43,9 +43,6 @@ class SearchTree:
     level_sizes: tuple[int, ...]
     numbers: Float[torch.Tensor, "batch number"] | None = None
     """Tokens, parents and scores side by side, for one transfer to the host; None if not yet `joined`."""
-    drawn_from: Float[torch.Tensor, "batch group vocab"] | None = None
-    """The distributions that the nodes were drawn from, for groups of siblings of one size in the order
-    of the nodes (see `group_search`); None if nothing was drawn."""
     entries: Int[torch.Tensor, "batch node"] | None = None
     """See `DraftTree.entries`."""
 

@@ -1,16 +1,9 @@
 """An independent draft model: a smaller causal LM with the target's vocabulary.
 
 Paper: arXiv 2211.17192. The model is trained by distillation on the target's continuations. Training
-reads text and branches in one pass, and entry c_d of a branch predicts c_{d+1}. It drafts one of:
-
-    a chain of its arg-max tokens                          top_k 1, no temperature
-    a tree of the likeliest `top_k` nodes of each depth    top_k > 1, no temperature
-    a chain or tree drawn from its warped distribution q   temperature > 0, see `group_search`
-
-The first two are functions of the text. Speculative sampling accepts their children with the
-target's probability p(child). A drawn token is accepted with probability sum min(p, q) (section
-3.3), which is higher if q is close to p: so draw at the temperature at which the target samples. In
-all cases the output follows the target's distribution exactly, greedy or sampled.
+reads text and branches in one pass, and entry c_d of a branch predicts c_{d+1}. It drafts the likeliest
+`top_k` nodes of each depth, a chain with top_k 1. Where the paper draws tokens from q and accepts them by a
+ratio, these foresee the target's draws (see `foreseen`), which accepts more and keeps plain decoding's text.
 
 In a paced merge, also of this drafter alone, a tree grows from step to step: see `growing_draft`.
 """
@@ -34,8 +27,7 @@ from ..machine import is_out_of_memory
 from .beams import SearchTree
 from .branches import Branches
 from .cached_drafter import CachedDrafter, CachedText
-from .draft_model_search import draw_tree, search_tree
-from .group_search import GroupDrawing, level_sizes
+from .draft_model_search import search_tree
 from .growing_draft import GrowingModel
 from .labels import Labels
 from .objective import Loss, Objective
@@ -110,20 +102,12 @@ class DraftModel(CachedDrafter):
     @property
     def max_nodes(self) -> int:
         num_nodes = self.config.length * self.config.top_k
-        if self.config.temperature:
-            num_nodes = sum(level_sizes(self._num_children, self.config.top_k, self.config.length))
         return num_nodes if self.config.tree_nodes is None else min(num_nodes, self.config.tree_nodes)
 
     @property
     def max_entries(self) -> int:
         """Most nodes that the cache holds besides the text: those of the last depth are never read."""
         return (self.config.length - 1) * self.config.top_k
-
-    @property
-    def _num_children(self) -> int:
-        """Children of each node of a drawn tree: the same number for all, and at most the tree."""
-        num_children = min(self.config.top_k, self.reader.vocab_size)
-        return num_children if self.config.tree_nodes is None else min(num_children, self.config.tree_nodes)
 
     # --- decoding
 
@@ -168,26 +152,12 @@ class DraftModel(CachedDrafter):
         def read(tree: DraftTree, num_read: int) -> Float[torch.Tensor, "batch node vocab"]:
             return self.reader.read_tree(cache, last_token, tree, num_read=num_read).logits
 
-        # 2. Search, or draw a tree.
-        depth, width = self.config.length, self.config.top_k
-        if not self.config.temperature:
-            return search_tree(logits, read, width=width, depth=depth, generator=generator)
-        drawing = GroupDrawing(
-            temperature=self.config.temperature,
-            num_children=self._num_children,
-            vocabulary=DraftVocabulary(size=self.vocab_size),
-            generator=generator,
-        )
-        num_groups = self.max_nodes // self._num_children
-        return draw_tree(drawing, logits, read, top_k=width, depth=depth, num_groups=num_groups)
+        # 2. Search.
+        return search_tree(logits, read, width=self.config.top_k, depth=self.config.length, generator=generator)
 
     def read_width(self, num_unread: int) -> int:
         """Return one of few widths if the model's own passes are compiled or recorded."""
         return 1 << (num_unread - 1).bit_length() if self.reader.has_fixed_shapes else num_unread
-
-    @property
-    def can_be_recorded(self) -> bool:
-        return not self.config.temperature
 
     @property
     def num_cache_layers(self) -> int:

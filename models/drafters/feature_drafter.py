@@ -9,7 +9,6 @@ target hasn't computed yet (arXiv 2401.15077, section 3.1).
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -31,7 +30,7 @@ from .beams import SearchTree, largest
 from .branches import Branches, Entries, KeysAndValues, Masks
 from .cached_drafter import CachedDrafter, CachedText, read_prompts
 from .decoder_layer import make_rotary, rotary_options
-from .group_search import GroupDrawing, GroupSearch, level_sizes
+from .group_search import GroupSearch, level_sizes
 from .labels import Labels
 from .shared_options import TreeOptions
 from .vocabulary import DraftVocabulary
@@ -255,22 +254,8 @@ class FeatureDrafter(CachedDrafter):
         return read_prompts(cache, prompts, self.target_features(prefill), write)
 
     def search_after(self, state: CachedText, last_token: Int[torch.Tensor, " batch"], generator: Randomness) -> SearchTree:
-        """Read the new entries, then search, or draw groups at random: see `group_search`."""
-        output = self._read_unread(state, last_token)
-        if not self.config.temperature:
-            children = partial(self._likeliest_children, generator)
-            return self._search(state.cache, output, children, depth=self.config.depth)
-        num_children = min(self._num_children, self.config.tree_nodes)
-        drawing = GroupDrawing(
-            temperature=self.config.temperature,
-            num_children=num_children,
-            vocabulary=self.vocabulary,
-            generator=generator,
-        )
-        depth = min(self.config.depth, self.max_nodes // num_children)  # a deeper node has no room
-        return drawing.drawn(
-            self._search(state.cache, output, lambda outputs, _: drawing.children(self.logits(outputs)), depth=depth)
-        )
+        """Read the new entries, then search."""
+        return self._search(state.cache, self._read_unread(state, last_token), generator)
 
     def _read_unread(self, state: CachedText, last_token: Int[torch.Tensor, " batch"]) -> Float[torch.Tensor, "batch hidden"]:
         """Read an entry for each unread token, and return the output of each row's last one."""
@@ -291,19 +276,11 @@ class FeatureDrafter(CachedDrafter):
         last = (state.num_unread.device - 1)[:, None, None].expand(-1, -1, outputs.shape[-1])
         return outputs.gather(1, last)[:, 0]
 
-    def _search(
-        self,
-        cache: TreeCache,
-        output: Float[torch.Tensor, "batch hidden"],
-        children: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]],
-        *,
-        depth: int,
-    ) -> SearchTree:
+    def _search(self, cache: TreeCache, output: Float[torch.Tensor, "batch hidden"], generator: Randomness) -> SearchTree:
         """Search for the most probable paths, and return all children of expanded nodes.
 
         At each depth the `top_k` most probable nodes are expanded (arXiv 2406.16858, section 4.1).
-        `output` is the layer's output at the last committed token. `children` returns the tokens after
-        each of several outputs at a depth, and their log-probabilities.
+        `output` is the layer's output at the last committed token.
         """
         lengths = cache.lengths.device
         hidden, result = output[:, None], GroupSearch(len(output), output.device)
@@ -312,11 +289,11 @@ class FeatureDrafter(CachedDrafter):
         related = torch.zeros(len(output), 1, 0, dtype=torch.bool, device=output.device)
         while True:
             # 1. The children of each node.
-            result.add(*children(hidden, result.depth))
-            if result.depth == depth:
+            result.add(*self._likeliest_children(hidden, result.depth, generator))
+            if result.depth == self.config.depth:
                 return result.tree()
             # 2. The most probable paths of this depth.
-            tokens, _, parent = result.expand(self.config.top_k)
+            tokens, parent = result.expand(self.config.top_k)
             itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
             offset = related.shape[2]
             related = torch.cat([related.gather(1, parent[..., None].expand(-1, -1, offset)), itself], dim=2)
@@ -332,16 +309,12 @@ class FeatureDrafter(CachedDrafter):
             )
 
     def _likeliest_children(
-        self, generator: Randomness, outputs: Float[torch.Tensor, "batch node hidden"], depth: int
+        self, outputs: Float[torch.Tensor, "batch node hidden"], depth: int, generator: Randomness
     ) -> tuple[Int[torch.Tensor, "batch node child"], Float[torch.Tensor, "batch node child"]]:
         """Return the most probable tokens after each node, and their log-probabilities (at most 0)."""
         logits = foreseen(self.logits(outputs), range(depth, depth + 1), generator, self.vocabulary.target_tokens)
         log_probs, chosen = largest(logits.log_softmax(-1, dtype=torch.float32), self._num_children)
         return self.vocabulary.target_tokens(chosen), log_probs
-
-    @property
-    def can_be_recorded(self) -> bool:
-        return not self.config.temperature
 
     @property
     def num_cache_layers(self) -> int:

@@ -93,7 +93,7 @@ class MergeSources:
     def __init__(self, sources: Mapping[str, Source], *, max_nodes: int, grows: bool, is_chain: bool = False) -> None:
         """Raises ValueError for sources that can't be merged."""
         vocab_sizes = {name: source.vocab_size for name, source in sources.items() if isinstance(source, TrainableDrafter)}
-        require_mergeable({name: source.config for name, source in sources.items()}, vocab_sizes)
+        require_mergeable(len(sources), vocab_sizes)
         self.named, self.max_nodes, self.is_chain = dict(sources), max_nodes, is_chain
         self.counts: OutcomeCounts = {}
         self.parts: tuple[Any, ...] = tuple(
@@ -304,19 +304,10 @@ def _number(row: GrowingRow, merged: MergedRow, proposals: Proposals, node: int)
     return number if number == NO_NODE or row.tree.entries[number] == UNREAD else None
 
 
-def require_mergeable(configs: Mapping[str, Any], vocab_sizes: Mapping[str, int]) -> None:
-    """Raise ValueError for drafters whose candidates can't form one tree.
-
-    `configs` are theirs by name, and `vocab_sizes` those of the trained ones.
-    """
-    if not 1 <= len(configs) <= MAX_SOURCES:
-        raise ValueError(f"a merged tree of {len(configs)} drafters; name between 1 and {MAX_SOURCES}")
-    for name, config in configs.items():
-        if temperature := getattr(config, "temperature", 0.0):
-            raise ValueError(
-                f"{name} draws its drafts at temperature {temperature:g}, and the acceptance of drawn drafts needs their "
-                f"probabilities, which a merged tree doesn't have; set its temperature to 0, or decode without {name}"
-            )
+def require_mergeable(num_sources: int, vocab_sizes: Mapping[str, int]) -> None:
+    """Raise ValueError for drafters whose candidates can't form one tree; `vocab_sizes` are those of the trained ones."""
+    if not 1 <= num_sources <= MAX_SOURCES:
+        raise ValueError(f"a merged tree of {num_sources} drafters; name between 1 and {MAX_SOURCES}")
     if len(set(vocab_sizes.values())) > 1:
         listed = ", ".join(f"{size:,} tokens in {name}" for name, size in vocab_sizes.items())
         raise ValueError(f"the drafters of a merge have different vocabularies ({listed}); merge drafters of one target")

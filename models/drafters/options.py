@@ -180,13 +180,8 @@ class DraftModelConfig:
     """Nodes expanded at each depth; 1 gives a chain."""
     tree_nodes: PositiveInt | None = None
     """Nodes of the tree: the most probable nodes of the search; None keeps all."""
-    temperature: NonNegativeFloat = 0.0
-    """Above 0, draft tokens are drawn at this temperature, without replacement; use the target's.
-    A drawn tree keeps whole groups of `top_k` siblings, as many as `tree_nodes` has room for: those
-    with the most probable parents. 0: the most probable tokens, at every temperature of the
-    target."""
 
-    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"length", "top_k", "tree_nodes", "temperature"})
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"length", "top_k", "tree_nodes"})
 
     def __post_init__(self) -> None:
         problems = []
@@ -299,15 +294,17 @@ DRAFTER_OPTIONS: dict[str, type[Any]] = {
 
 FORMER_OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "block": {"train_head": (False,)},
-    "draft_model": {"pace": ("expected", "fixed")},
-    "eagle": {"tree": ("dynamic",)},
+    "draft_model": {"pace": ("expected", "fixed"), "temperature": (0.0,)},
+    "eagle": {"tree": ("dynamic",), "temperature": (0.0,)},
+    "eagle3": {"temperature": (0.0,)},
     "medusa": {"heads": ("residual",)},
+    "mtp": {"temperature": (0.0,)},
     "redrafter": {"head_rank": (None,), "rnn": (True,), "tree_padding": (None,)},
 }
 """Options that kinds had before, with the values that every drafter of today has.
 
 Saved drafters may still have them. A draft model's pace is that of a merge now, also of one drafter."""
-FORMER_RUNTIME_FIELDS = frozenset({"pace", "tree", "tree_padding"})
+FORMER_RUNTIME_FIELDS = frozenset({"pace", "temperature", "tree", "tree_padding"})
 """Those that could be changed when a trained drafter was loaded."""
 
 

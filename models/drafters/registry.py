@@ -18,7 +18,6 @@ from .draft_model import DraftModel
 from .eagle import Eagle
 from .eagle3 import Eagle3
 from .medusa import Medusa
-from .merge_sources import require_mergeable
 from .merged import MergedConfig
 from .mtp import Mtp
 from .prompt_lookup import PromptLookup
@@ -109,14 +108,11 @@ class DrafterSpec:
     def in_setting(self, setting: Mapping[str, Any]) -> "DrafterSpec":
         """Return the drafter in a setting of an evaluation: with a `pace` it drafts as a merge of one.
 
-        Raises ValueError as `with_options` does, for wrong options of the merge, and for a drafter that
-        can't be merged.
+        Raises ValueError as `with_options` does, and for wrong options of the merge.
         """
         if "pace" not in setting:
             return self.with_options(setting)
         names = {field.name for field in fields(MergedConfig)}
         of_merge = {name: value for name, value in setting.items() if name in names}
         checked_options("merge", MergedConfig, of_merge, section="drafter")
-        spec = self.with_options({name: value for name, value in setting.items() if name not in names})
-        require_mergeable({self.kind: spec.config}, {})
-        return spec
+        return self.with_options({name: value for name, value in setting.items() if name not in names})

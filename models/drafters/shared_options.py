@@ -5,7 +5,7 @@ Importing this module loads no torch.
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, NonNegativeFloat
+from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
 from ...data.fields import OPTIONS, PositiveInt
@@ -73,13 +73,8 @@ class TreeOptions:
     """Nodes expanded at each depth, and children of each expanded node."""
     tree_nodes: PositiveInt = 48
     """Nodes of the tree: the most probable nodes of the search."""
-    temperature: NonNegativeFloat = 0.0
-    """Above 0, draft tokens are drawn at this temperature, without replacement; use the target's.
-    The tree then keeps whole groups of `top_k` siblings, as many as `tree_nodes` has room for: those
-    with the most probable parents. 0: the most probable tokens, at every temperature of the
-    target."""
 
-    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"depth", "top_k", "tree_nodes", "temperature"})
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"depth", "top_k", "tree_nodes"})
 
     def __post_init__(self) -> None:
         if self.depth * self.top_k**2 > MAX_SEARCH_NODES:

@@ -22,7 +22,7 @@ from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from ..decoding.loop import generate as decode
-from ..decoding.sampling import Randomness, RowSeeds
+from ..decoding.sampling import RowSeeds
 from ..decoding.types import Step
 from ..drafters.saved.download import resolve_drafter
 from ..drafters.saved.loading import trained_parts
@@ -61,7 +61,7 @@ def generate(
     or several of these joined by "+"; by default it is the drafter that this code came with.
     `drafter_options` change how it drafts, such as `{"beam_width": 8}`. With
     `seed`, row r of a batch is sampled with seed + r. Its text is then the same alone or in a
-    batch, and with any drafter or none. With `generator`, all rows sample from that generator, by
+    batch, and with any drafter or none. Without it, the seeds are drawn from `generator`, by
     default from torch's global one. `fast_linears` uses packed copies of linear layers on a CPU,
     where they are faster (see `packed_where_faster`). This rounds differently, and may need twice
     the memory of the weights. The first such call of a process times the ways for half a second.
@@ -79,8 +79,8 @@ def generate(
     streamer, tokenizer = kwargs.get("streamer"), kwargs.get("tokenizer")
     prepared_model = take_stop_strings(model, kwargs)
 
-    def randomness(num_rows: int) -> Randomness:
-        return generator if seed is None else RowSeeds([int(seed) + row for row in range(num_rows)])
+    def seeds_of(num_rows: int) -> RowSeeds:
+        return RowSeeds.drawn(num_rows, generator) if seed is None else RowSeeds([int(seed) + row for row in range(num_rows)])
 
     # 2. Load the drafter, and let transformers prepare and call the decode loop.
     with drafters_of(model) as drafters, _uncompiled():
@@ -89,7 +89,7 @@ def generate(
         packed = packed_where_faster(model, *trained_parts(bound.drafter)) if fast_linears else nullcontext()
         prepare: Any = GenerationMixin.generate
         try:
-            return prepare(prepared_model, custom_generate=_loop(bound, randomness, packed, streamer), **kwargs)
+            return prepare(prepared_model, custom_generate=_loop(bound, seeds_of, packed, streamer), **kwargs)
         finally:
             bound.release()
 
@@ -104,7 +104,7 @@ def _uncompiled() -> AbstractContextManager[Any]:
 
 
 def _loop(
-    bound: Bound, randomness: Callable[[int], Randomness], packed: AbstractContextManager[Any], streamer: Any
+    bound: Bound, seeds_of: Callable[[int], RowSeeds], packed: AbstractContextManager[Any], streamer: Any
 ) -> Callable[..., Any]:
     """Build the function that transformers calls in place of its own loop, after its
     preparation."""
@@ -134,7 +134,7 @@ def _loop(
                 [prompt.to(bound.target.device) for prompt in prompts],
                 max_new_tokens=limit,
                 stop_ids=stop_ids,
-                generator=randomness(len(prompts)),
+                generator=seeds_of(len(prompts)),
             )
             columns = collect(
                 steps,

@@ -16,7 +16,7 @@ class GraphedRule:
     """Wrapper that replays a rule as a CUDA graph, with all that the host reads of its decision.
 
     It replays decisions about outputs at a fixed address, which recorded passes return. Decisions
-    about others, about drawn trees and with a shared generator are made without a recording.
+    about others are made without a recording.
     """
 
     def __init__(self, rule: AcceptanceRule, recorder: Recorder | None = None) -> None:
@@ -34,7 +34,7 @@ class GraphedRule:
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
         is_repeatable = isinstance(generator, RowSeeds) or not self.is_random
-        if not (output.is_fixed and tree.drawn is None and is_repeatable):
+        if not (output.is_fixed and is_repeatable):
             return self.rule(tree, output, generator=generator)
         seeds = (generator.rows(tree.tokens.device),) if isinstance(generator, RowSeeds) and self.is_random else ()
         # The recording reads logits, which are large, and recorded trees at their address, in place of

@@ -96,7 +96,7 @@ def test_drafts_have_colours_and_split_characters_are_whole(talk, tiny_target_di
     assert len(ids) >= 8
 
     def steps(*_: Any, **options: Any) -> Iterator[Step]:
-        shared: dict[str, Any] = {"rows": (0,), "finishes": (None,), "num_nodes": 9, "drawn": False}
+        shared: dict[str, Any] = {"rows": (0,), "finishes": (None,), "num_nodes": 9}
         yield Step(tokens=(tuple(ids[:1]),), num_accepted=(0,), is_prefill=True, **shared)
         new, origins = tuple(ids[1:]), (1, 2, *[3] * (len(ids) - 4))
         yield Step(tokens=(new,), num_accepted=(len(new) - 1,), is_prefill=False, origins=(origins,), **shared)

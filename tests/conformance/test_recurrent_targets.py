@@ -92,9 +92,7 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.quick_cases(4)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FROM_RANDOM if "drawn" not in name]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FROM_RANDOM])
 def test_each_kind_learns_from_labels_along_the_text_and_changes_no_token(name, target, plain, batch, tmp_path):
     torch.manual_seed(0)
     # 1. Train.

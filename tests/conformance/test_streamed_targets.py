@@ -82,7 +82,6 @@ QUICK = {
 """The placing of each architecture's quick test; the others are slow tests."""
 PROMPTS = [list(range(3, 12)), [50, 51, 52, 50, 51, 52, 50], [97, 3, 14, 15, 92, 65, 35, 89], [7, 7, 7]]
 RULES = {"greedy": GreedyAcceptance(), "sampled": SpeculativeSampling(sampling=Sampling(temperature=1.2, top_p=0.95))}
-DRAWN = "draft_drawn"
 MERGES = {"fixed": "suffix+recycling", "expected": "prompt_lookup+suffix+recycling"}
 ITSELF: dict[str, tuple[str, dict[str, Any]]] = {
     "itself": ("", {"tree_nodes": 8}),
@@ -90,7 +89,7 @@ ITSELF: dict[str, tuple[str, dict[str, Any]]] = {
     "itself growing": ("", {"tree_nodes": 12, "pace": "expected"}),
 }
 """The target in memory drafts for itself: nearly all of its tokens are accepted."""
-DRAFTERS = ["plain", *FREE, *MERGES, *ITSELF, *DRAFTER_KINDS, DRAWN]
+DRAFTERS = ["plain", *FREE, *MERGES, *ITSELF, *DRAFTER_KINDS]
 """Drafters of each kind and of each use of the target; variants of a kind use it in the same way."""
 QUICK_DRAFTERS = ["recycling", "itself"]
 CLOCKED = {"expected", "itself growing"}
@@ -180,8 +179,7 @@ def require_equal_texts(pair: Pair, kind: str, *, is_narrow: bool) -> int:
     total = 0
     drafter = pair.drafter(kind, pair.streamed)
     for rule in RULES:
-        # A drawn draft changes the sample, and narrow types round trees in another way than texts.
-        if is_narrow or (kind == DRAWN and rule == "sampled"):
+        if is_narrow:  # it rounds trees in another way than texts
             expected, _ = answers(pair.memory, pair.drafter(kind, pair.memory), PROMPTS, rule)
         else:
             if rule not in pair.plain:

@@ -3,12 +3,11 @@
 One check enumerates every outcome of a step on toy models, another tests samples of it. A single
 step is enough. Let J be the target's joint distribution of the next `depth + 1` tokens. A step
 emits some of them. Complete every emission with the target's own conditional probabilities. If the
-result is J for every text before the step, then any number of steps gives J too, by induction: the
-next step starts from a text that was sampled from J.
+result is J for every text before the step and for every tree, then any number of steps gives J too, by
+induction: the next step starts from a text that was sampled from J.
 
-`step_distributions` accepts any rule that takes its decisions
-from the `generator`, with any number of calls of `sampling.draw` and `sampling.flip`. A rule
-without such calls has one outcome.
+`step_distributions` accepts any rule that takes its decisions from the `generator`, with any number of calls of
+`sampling.choose`. A rule without such calls has one outcome.
 """
 
 import itertools
@@ -20,20 +19,10 @@ import torch
 from jaxtyping import Float, Int
 
 from outrider.models.decoding.protocols import AcceptanceRule
-from outrider.models.decoding.sampling import Sampling, draw, warp
-from outrider.models.decoding.types import Acceptance, TargetOutput
+from outrider.models.decoding.sampling import Randomness, Sampling, warp
+from outrider.models.decoding.types import TargetOutput
 
-from .toy_models import (
-    Tables,
-    TreeShape,
-    adversarial_drafters,
-    after_nodes,
-    all_tokens,
-    drawn_tokens,
-    joint,
-    make_trees,
-    random_tables,
-)
+from .toy_models import Tables, TreeShape, after_nodes, all_tokens, joint, make_trees, random_tables
 
 EXACT = 1e-12
 """Largest total variation that float64's rounding explains."""
@@ -46,110 +35,98 @@ def total_variation(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 class ScriptedChance:
-    """Randomness that replays one outcome of all decisions and records its probability.
+    """Randomness that replays one outcome of all choices and records its probability.
 
     The outcome is the same in every row; the probability is per row. The script sets the first
-    decisions. All later decisions take the first option.
+    choices. All later ones take the first token.
     """
 
     def __init__(self, script: Sequence[int], batch: int) -> None:
         self._script = script
-        self._decisions: list[tuple[int, int]] = []  # chosen option, number of options
+        self._choices: list[tuple[int, int]] = []  # chosen token, number of tokens
         self.weight = torch.ones(batch, dtype=torch.float64)
 
-    def draw(self, probs: torch.Tensor) -> torch.Tensor:
-        shape = probs.shape[1:-1]
-        tokens = torch.tensor(self._decide(probs.shape[-1], shape.numel())).view(shape).expand(probs.shape[:-1])
-        chosen = probs.gather(-1, tokens[..., None])[..., 0] / probs.sum(-1)
-        self.weight = self.weight * chosen.reshape(len(probs), -1).prod(1)
+    def choose(self, probs: torch.Tensor, depths: torch.Tensor, max_depth: int) -> torch.Tensor:
+        batch, num_entries, vocab = probs.shape
+        start = len(self._choices)
+        chosen = [*self._script[start : start + num_entries], *[0] * num_entries][:num_entries]
+        self._choices += [(token, vocab) for token in chosen]
+        tokens = torch.tensor(chosen).expand(batch, -1)
+        self.weight = self.weight * (probs.gather(-1, tokens[..., None])[..., 0] / probs.sum(-1)).prod(1)
         return tokens
 
-    def flip(self, probs: torch.Tensor) -> torch.Tensor:
-        shape = probs.shape[1:]
-        coins = torch.tensor(self._decide(2, shape.numel())).bool().view(shape).expand(probs.shape)
-        self.weight = self.weight * torch.where(coins, probs, 1 - probs).reshape(len(probs), -1).prod(1)
-        return coins
-
     def next_script(self) -> list[int] | None:
-        """Return the first decisions of the next outcome; None after the last outcome.
+        """Return the first choices of the next outcome; None after the last outcome.
 
-        The last decision that has a next option takes it, and the decisions after it are dropped.
+        The last choice that has a next token takes it, and the choices after it are dropped.
         """
-        script = list(self._decisions)
+        script = list(self._choices)
         while script and script[-1][0] == script[-1][1] - 1:
             script.pop()
-        return [*(option for option, _ in script[:-1]), script[-1][0] + 1] if script else None
-
-    def _decide(self, num_options: int, times: int) -> list[int]:
-        start = len(self._decisions)
-        decided = [*self._script[start : start + times], *[0] * times][:times]
-        self._decisions += [(option, num_options) for option in decided]
-        return decided
+        return [*(token for token, _ in script[:-1]), script[-1][0] + 1] if script else None
 
 
 def step_distributions(
-    rule: AcceptanceRule,
-    sampling: Sampling,
-    shapes: Sequence[TreeShape],
-    target: Tables,
-    drafter: Tables,
-    *,
-    draft_sampling: Sampling | None = None,
-) -> list[Float[torch.Tensor, "..."]]:
-    """Compute the exact joint distribution of the next depth + 1 tokens, for each shape.
+    rule: AcceptanceRule, sampling: Sampling, shapes: Sequence[TreeShape], target: Tables
+) -> list[Float[torch.Tensor, "tree text"]]:
+    """Compute the exact joint distribution of the next depth + 1 tokens, for each tree of each shape.
 
-    The first tokens come from one step with `rule`. All trees of all shapes that the drafter can
-    draw (with `draft_sampling`, by default the target's) are rows of one batch, and the smaller
-    trees are padded. Every outcome of the rule's decisions is played on all rows.
+    The first tokens come from one step with `rule`. All trees of all shapes are rows of one batch, and the smaller
+    trees are padded. Every outcome of the rule's choices is played on all rows.
     """
     # 1. Enumerate the trees as one batch.
-    tokens, drawn = zip(*(all_tokens(shape, drafter, draft_sampling or sampling) for shape in shapes), strict=True)
-    tree = make_trees(shapes, tokens, drafter, draft_sampling or sampling)
+    vocab = target[0].shape[-1]
+    tokens = [all_tokens(shape, vocab) for shape in shapes]
+    tree = make_trees(shapes, tokens)
     output = _target_output(target, shapes, tokens, tree.num_nodes)
-    vocab, sizes = output.logits.shape[-1], [len(rows) for rows in drawn]
-    emitted = [[torch.zeros(vocab**size, dtype=torch.float64) for size in range(shape.depth + 2)] for shape in shapes]
+    num_rows, depth = len(tree.tokens), tree.max_depth
+    emitted = [torch.zeros(num_rows, vocab**size, dtype=torch.float64) for size in range(depth + 2)]
 
-    # 2. Play every outcome of the rule's decisions.
+    # 2. Play every outcome of the rule's choices.
     script: list[int] | None = []
     while script is not None:
-        chance = ScriptedChance(script, sum(sizes))
+        chance = ScriptedChance(script, num_rows)
         acceptance = rule(tree, output, generator=chance)
-        weight, end = torch.cat(drawn) * chance.weight, 0
-        for counts, size in zip(emitted, sizes, strict=True):
-            rows = list(range(end, end := end + size))
-            add_emissions(counts, tree.tokens[rows], acceptance.select(rows), weight[rows], vocab)
+        drafted = tree.tokens.gather(1, acceptance.path.clamp(min=0))
+        for size in range(1, depth + 2):
+            rows = (acceptance.num_accepted == size - 1).nonzero()[:, 0]
+            new = torch.cat([drafted[rows, : size - 1], acceptance.bonus_token[rows, None]], dim=1)
+            emitted[size][rows, (new * vocab ** torch.arange(size - 1, -1, -1)).sum(1)] += chance.weight[rows]
         script = chance.next_script()
-    return [
-        complete_emissions(counts, target, sampling, shape.depth + 1) for counts, shape in zip(emitted, shapes, strict=True)
-    ]
+
+    # 3. Complete each emission with the target's own probabilities.
+    found, end = [], 0
+    for shape, rows in zip(shapes, tokens, strict=True):
+        parts = [counts[end : end + len(rows)] for counts in emitted]
+        end += len(rows)
+        assert all(not part.any() for part in parts[shape.depth + 2 :]), "more tokens than a path has"
+        result = torch.zeros(len(rows), vocab ** (shape.depth + 1), dtype=torch.float64)
+        for size in range(1, shape.depth + 2):
+            text = parts[size]
+            for table in target[size : shape.depth + 1]:
+                after = warp(table, sampling).reshape(-1, vocab)
+                text = (text[..., None] * after).flatten(1)
+            result += text
+        found.append(result)
+    return found
 
 
 def sampled_tokens(
-    rule: AcceptanceRule,
-    sampling: Sampling,
-    shape: TreeShape,
-    target: Tables,
-    drafter: Tables,
-    *,
-    num_samples: int,
-    generator: torch.Generator,
+    rule: AcceptanceRule, sampling: Sampling, shape: TreeShape, target: Tables, tokens: torch.Tensor, generator: Randomness
 ) -> Int[torch.Tensor, "sample length"]:
-    """Sample the next depth + 1 tokens `num_samples` times with the real sampler.
-
-    Trees, acceptance and bonus tokens are all random.
-    """
-    drawn = drawn_tokens(shape, drafter, sampling, num_samples, generator)
-    tree = make_trees([shape], [drawn], drafter, sampling)
-    acceptance = rule(tree, _target_output(target, [shape], [drawn], tree.num_nodes), generator=generator)
-    length = shape.depth + 1
-    tokens = torch.zeros(num_samples, length, dtype=torch.long)
+    """Sample the next depth + 1 tokens with the real sampler, once for each row of a tree's `tokens`."""
+    num_samples, length = len(tokens), shape.depth + 1
+    tree = make_trees([shape], [tokens])
+    acceptance = rule(tree, _target_output(target, [shape], [tokens], tree.num_nodes), generator=generator)
+    found = torch.zeros(num_samples, length, dtype=torch.long)
     for position in range(length):
         drafted = tree.tokens.gather(1, acceptance.path.clamp(min=0))[:, min(position, shape.depth - 1)]
-        prefix = tuple(tokens[:, earlier] for earlier in range(position))
-        completed = draw(warp(target[position][prefix].expand(num_samples, -1), sampling), generator)
+        prefix = tuple(found[:, earlier] for earlier in range(position))
+        probs = warp(target[position][prefix].expand(num_samples, -1), sampling)
+        completed = torch.multinomial(probs, 1)[:, 0]
         kept = torch.where(acceptance.num_accepted == position, acceptance.bonus_token, completed)
-        tokens[:, position] = torch.where(position < acceptance.num_accepted, drafted, kept)
-    return tokens
+        found[:, position] = torch.where(position < acceptance.num_accepted, drafted, kept)
+    return found
 
 
 def sequence_counts(tokens: Int[torch.Tensor, "sample length"], vocab: int) -> Int[torch.Tensor, " cell"]:
@@ -163,32 +140,7 @@ def _target_output(target: Tables, shapes: Sequence[TreeShape], tokens: Sequence
     return TargetOutput(logits=logits, hidden_states=logits[..., :0])
 
 
-def add_emissions(
-    emitted: Sequence[torch.Tensor], tokens: torch.Tensor, acceptance: Acceptance, weight: torch.Tensor, vocab: int
-) -> None:
-    """Add the probabilities of the emissions of a step: `emitted[n]` is by texts of n tokens."""
-    drafted = tokens.gather(1, acceptance.path.clamp(min=0))
-    for size in range(1, len(emitted)):
-        rows = acceptance.num_accepted == size - 1
-        new = torch.cat([drafted[rows, : size - 1], acceptance.bonus_token[rows, None]], dim=1)
-        powers = vocab ** torch.arange(size - 1, -1, -1)
-        emitted[size].index_add_(0, (new * powers).sum(1), weight[rows])
-
-
-def complete_emissions(emitted: Sequence[torch.Tensor], target: Tables, sampling: Sampling, length: int) -> torch.Tensor:
-    """Complete all emissions to `length` tokens with the target's own probabilities."""
-    vocab = target[0].shape[-1]
-    result = torch.zeros([vocab] * length, dtype=torch.float64)
-    for size in range(1, length + 1):
-        prefix = emitted[size].view([vocab] * size)
-        rest = torch.ones([], dtype=torch.float64)
-        for table in target[size:length]:
-            rest = rest[..., None] * warp(table, sampling) if rest.ndim else warp(table, sampling)
-        result += prefix.view([vocab] * size + [1] * (length - size)) * rest
-    return result
-
-
-# --- all shapes, drawings and samplings
+# --- all shapes and samplings
 
 
 SHAPES = {
@@ -207,57 +159,45 @@ SAMPLINGS = {
     "top-p 0.8": Sampling(temperature=1.3, top_p=0.8),
     "greedy": Sampling(temperature=0.0),
 }
-DRAWINGS = ("beam", "distinct", "independent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleCheck:
-    """One exact enumeration: the rule's step compared with the target's joint distribution."""
+    """One exact enumeration: the steps with all trees of a shape compared with the target's joint distribution."""
 
     shape: str
-    drawing: str
     sampling: str
-    drafter: str
-    vocab: int
     padded: bool
     """Whether these were the rows with the first half of the shape's nodes, padded to the size of
     the others."""
+    num_trees: int
     total_variation: float
+    """The largest of all trees."""
 
 
 def check_rule(
     make_rule: Callable[[Sampling], AcceptanceRule],
     *,
     vocab: int = 3,
-    seed: int = 0,
     shapes: Sequence[str] = tuple(SHAPES),
-    drawings: Sequence[str] = DRAWINGS,
     samplings: Sequence[str] = tuple(SAMPLINGS),
-    target_sampling: Sampling | None = None,
 ) -> Iterator[RuleCheck]:
-    """Enumerate a rule on all shapes, ways of drawing, sampling parameters and drafters.
+    """Enumerate a rule on all trees of all shapes, and all sampling parameters.
 
     A rule is lossless if all results are below `EXACT`. Rows of whole trees and of half trees share
-    each batch. `target_sampling` is for a rule that samples from the target with other parameters
-    than the drafter's.
+    each batch.
     """
-    target = random_tables(vocab, 6, seed)
-    drafters = adversarial_drafters(target, seed + 1)
-    for shape_name, drawing in itertools.product(shapes, drawings):
-        whole = TreeShape(parents=SHAPES[shape_name], drawing=drawing)
-        for sampling_name, (drafter_name, drafter) in itertools.product(samplings, drafters.items()):
-            # One batch has the whole trees and the half trees.
-            draft_sampling = SAMPLINGS[sampling_name]
-            sampling = target_sampling or draft_sampling
-            rule, pair = make_rule(sampling), (whole, whole.half)
-            distributions = step_distributions(rule, sampling, pair, target, drafter, draft_sampling=draft_sampling)
-            for shape, distribution in zip(pair, distributions, strict=True):
-                yield RuleCheck(
-                    shape=shape_name,
-                    drawing=drawing,
-                    sampling=sampling_name,
-                    drafter=drafter_name,
-                    vocab=vocab,
-                    padded=shape is not whole,
-                    total_variation=total_variation(distribution, joint(target, sampling, shape.depth + 1)),
-                )
+    target = random_tables(vocab, 6, seed=0)
+    for shape_name, sampling_name in itertools.product(shapes, samplings):
+        whole, sampling = TreeShape(SHAPES[shape_name]), SAMPLINGS[sampling_name]
+        pair = whole, whole.half
+        distributions = step_distributions(make_rule(sampling), sampling, pair, target)
+        for shape, distribution in zip(pair, distributions, strict=True):
+            expected = joint(target, sampling, shape.depth + 1).flatten()
+            yield RuleCheck(
+                shape=shape_name,
+                sampling=sampling_name,
+                padded=shape is not whole,
+                num_trees=len(distribution),
+                total_variation=float((distribution - expected).abs().sum(1).max() / 2),
+            )

@@ -163,7 +163,7 @@ class DrafterParts:
             configs[MERGE] = checked_options(self.kind, MergedConfig, split[MERGE], section="drafter")
             # A model's vocabulary is fitted to the target's.
             vocab_sizes = {str(folder): read_drafter_config(folder).target.vocab_size for folder in self.folders}
-            require_mergeable({name: config for name, config in configs.items() if name != MERGE}, vocab_sizes)
+            require_mergeable(len(self.parts), vocab_sizes)
         return configs
 
     def described(self, options: Mapping[str, Any]) -> dict[str, Any]:

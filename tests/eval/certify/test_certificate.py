@@ -11,9 +11,7 @@ import torch
 from outrider.eval.certify import certificate as certify
 from outrider.eval.certify import samples
 from outrider.models.decoding import Sampling, SpeculativeSampling, TypicalAcceptance
-from outrider.models.decoding.sampling import warp
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter, save_drafter
-from outrider.models.drafters.group_search import GroupDrawing
 from outrider.models.export.package import CertificateLine
 from outrider.models.llm import cuda_graphs as graphs
 from outrider.models.llm import loading as targets
@@ -146,31 +144,6 @@ def test_samples_of_another_distribution_fail_the_certificate(decoding, mistake,
     assert invoke(["certify", *decoding]).exit_code == 1
     lines = json.loads((tmp_path / "certificate.json").read_text())["lines"]
     assert [line["passed"] for line in lines] == [True, True, True, False]
-
-
-def top_tokens_for_draws(self: GroupDrawing, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the most probable tokens, and record that they were drawn."""
-    self._probs.append(warp(logits, self.sampling))
-    top = self._probs[-1].topk(self.num_children)
-    return top.indices, top.values.log()
-
-
-@pytest.mark.parametrize(
-    ("kind", "sound"), [("eagle", True), ("eagle", False), pytest.param("draft_model", True, marks=pytest.mark.slow)]
-)
-def test_a_drawn_tree_is_certified_and_a_false_draw_is_not(kind, sound, decoding, tiny_target, monkeypatch, tmp_path):
-    if not sound:
-        monkeypatch.setattr(GroupDrawing, "children", top_tokens_for_draws)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        options = {"kind": kind, "temperature": 1.0, "top_k": 2, "tree_nodes": 6}
-        save_drafter(build_drafter(parse_drafter(options), tiny_target), tmp_path / "drafter", tiny_target.identity)
-    result = invoke(["certify", *decoding, "--drafter", str(tmp_path / "drafter")])
-    assert result.exit_code == (0 if sound else 1), result.output
-    lines = json.loads((tmp_path / "certificate.json").read_text())["lines"]
-    assert [line["passed"] for line in lines] == [*[True] * (len(lines) - 1), sound]
-    assert "sampled" in lines[-1]["subject"]
-    assert int(lines[-1]["subject"].split()[-5]) > 100, "few draws were accepted"
 
 
 def test_an_interrupted_certificate_resumes(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Methods of the pipelined loop: which there are, which are refused, and what is measured."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,12 +51,6 @@ def test_tuned_settings_are_those_of_the_loop_that_waits() -> None:
     parts = parse_drafter_name("recycling")
     with pytest.raises(ValueError, match="decode is pipelined, and tuned settings .*leave --tuned out"):
         method_specs(config_of("pipelined"), [parts], tuned={parts: {(0.0, 1): {"tree_nodes": 4}}})
-
-
-def test_random_drafts_are_refused_before_anything_is_loaded(tiny_target_dir: Path) -> None:
-    config = EvalConfig(suites=[SuiteConfig(name="stdlib")], decode="pipelined", settings=[{"temperature": 1.0, "top_k": 1}])
-    with pytest.raises(ValueError, match=r"draft_model has temperature 1, so it draws .*set its temperature to 0"):
-        method_specs(config, [parse_drafter_name(f"draft_model:{tiny_target_dir}")])
 
 
 class CountedTarget:

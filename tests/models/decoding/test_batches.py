@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from outrider.models.decoding import (
     Finish,
@@ -15,9 +16,11 @@ from outrider.models.decoding import (
     RowSeeds,
     Sampling,
     SpeculativeSampling,
+    acceptance,
     generate,
-    loop,
 )
+from outrider.models.decoding.acceptance import follow_choices
+from outrider.models.decoding.sampling import choose, warp
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.oracle import OracleDrafter
 
@@ -127,8 +130,10 @@ def test_the_token_limit_cuts_accepted_paths_of_a_batch(target, plain, limit):
     assert cut_rows(steps) == {row for row, right in enumerate(RIGHT) if (limit - 1) % (right + 1)}
 
 
-@pytest.mark.parametrize("few_sizes", [False, True])
-def test_accepted_drafts_keep_their_sources_when_rows_leave_and_when_a_row_is_repeated(target, plain, monkeypatch, few_sizes):
+@pytest.mark.parametrize("has_fixed_shapes", [False, True])
+def test_accepted_drafts_keep_their_sources_when_rows_leave_and_when_a_row_is_repeated(
+    target, plain, monkeypatch, has_fixed_shapes
+):
     """Origins lie on the host by row of the tree, so a step of other rows would show other sources."""
 
     class OracleOfSources(OracleDrafter):
@@ -139,7 +144,7 @@ def test_accepted_drafts_keep_their_sources_when_rows_leave_and_when_a_row_is_re
             origins = tuple(tuple(1 << row | 16 << node for node in range(tree.num_nodes)) for row in state[:, 0].tolist())
             return replace(tree, origins=origins), drafted
 
-    monkeypatch.setattr(loop, "wants_few_sizes", lambda *_: few_sizes)
+    monkeypatch.setattr(type(target), "has_fixed_shapes", has_fixed_shapes)
     right_path = (1, 3, 5)  # nodes of the oracle's tree
     limits = [5, 20, 5, 24]
     drafter = OracleOfSources(plain, RIGHT, target.vocab_size)
@@ -238,7 +243,15 @@ def test_wrong_prompt_lengths_are_an_error():
 
 
 @pytest.mark.parametrize(("batch", "tree_nodes", "temperature"), [(1, None, 1.0), (8, None, 0.0), (8, 5, 1.0)])
-def test_a_step_has_one_host_read_for_any_batch_size(target, redrafter, batch, tree_nodes, temperature):
+def test_a_step_has_one_host_read_for_any_batch_size(target, redrafter, monkeypatch, batch, tree_nodes, temperature):
+    # As on an accelerator: a CPU's rule reads each token on the way.
+    monkeypatch.setattr(
+        acceptance,
+        "follow_draws",
+        lambda tree, logits, sampling, seeds: follow_choices(
+            tree, choose(warp(logits, sampling), pad(tree.depths, (1, 0)), tree.max_depth, seeds)
+        ),
+    )
     redrafter.config.tree_nodes = tree_nodes
     rule = SpeculativeSampling(sampling=Sampling(temperature=temperature)) if temperature else GreedyAcceptance()
     prompts = vectors((PROMPTS * 2)[:batch])

@@ -34,9 +34,6 @@ def test_a_drafter_with_the_targets_probabilities_is_always_right(target, sampli
     text, accepted = decode(twin, RowSeeds([5, 6, 7]))
     assert accepted == [(4, 4, 4)] * 3
     assert text == decode(NullDrafter(), RowSeeds([5, 6, 7]))[0]
-    if sampling.temperature > 0.5:
-        _, accepted = decode(twin, torch.Generator().manual_seed(5))
-        assert any(min(counts) < 4 for counts in accepted), "a generator's draws aren't known before"
 
 
 def test_a_token_of_a_reduced_vocabulary_has_its_own_clock():

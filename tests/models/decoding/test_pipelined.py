@@ -403,7 +403,6 @@ def test_several_prompts_are_refused():
     ("rule", "generator"),
     [
         (SpeculativeSampling(sampling=Sampling()), None),
-        (SpeculativeSampling(sampling=Sampling()), torch.Generator()),
         (TypicalAcceptance(sampling=Sampling()), RowSeeds([1])),
     ],
 )

@@ -19,7 +19,6 @@ from outrider.models.decoding import (
     TypicalAcceptance,
     generate,
 )
-from outrider.models.decoding.tree import Drawn
 from outrider.models.drafters import NullDrafter
 from outrider.models.llm.hf_target import HFTarget
 
@@ -70,8 +69,8 @@ class HoleDrafter:
 
     feature_layers = ()
 
-    def __init__(self, answers: list[list[int]], *, depth: int = 3, is_drawn: bool = False) -> None:
-        self.answers, self.depth, self.is_drawn = answers, depth, is_drawn
+    def __init__(self, answers: list[list[int]], *, depth: int = 3) -> None:
+        self.answers, self.depth = answers, depth
         self.max_nodes = 2 * depth
 
     def init_state(self, prompts: Any, prefill: TargetOutput, *, max_new_tokens: int) -> list[tuple[int, int]]:
@@ -84,12 +83,8 @@ class HoleDrafter:
         texts = [[*self.answers[row][start:], *[PAD] * self.depth] for row, start in state]
         tokens = [[token for right in text[: self.depth] for token in (HOLE, right)] for text in texts]
         parents = [above for depth in range(self.depth) for above in [2 * depth - 1] * 2]
-        probs = torch.full((len(state), 1 + self.max_nodes, VOCAB), 1 / VOCAB, dtype=torch.float64)
-        drawn = Drawn(probs=probs, max_children=2, with_replacement=True) if self.is_drawn else None
-        tree = DraftTree(
-            tokens=torch.tensor(tokens), parents=torch.tensor([parents] * len(state)), max_depth=self.depth, drawn=drawn
-        )
-        return tree, state
+        parents = torch.tensor([parents] * len(state))
+        return DraftTree(tokens=torch.tensor(tokens), parents=parents, max_depth=self.depth), state
 
     def meanwhile(self, drafted: Any) -> None:
         return None
@@ -115,17 +110,15 @@ def decode(target: HFTarget, drafter: Any, rule: Any, **options: Any) -> tuple[l
     return answers, steps, ""
 
 
-@pytest.mark.parametrize(
-    ("rule", "is_drawn"), [(GREEDY, False), (SAMPLED, False), (SAMPLED, True), (TYPICAL, False), (TYPICAL, True)]
-)
-def test_a_nan_of_a_draft_off_the_accepted_path_changes_nothing(rule, is_drawn):
+@pytest.mark.parametrize("rule", RULES, ids=["greedy", "sampled", "typical"])
+def test_a_nan_of_a_draft_off_the_accepted_path_changes_nothing(rule):
     target = hole_target()
     plain, _, _ = decode(target, NullDrafter(), rule)
-    answers, steps, error = decode(target, HoleDrafter(plain, is_drawn=is_drawn), rule)
+    answers, steps, error = decode(target, HoleDrafter(plain), rule)
     assert error == ""
     assert [len(answer) for answer in answers] == [NUM_NEW] * 3
     assert not any(HOLE in answer for answer in answers)
-    if rule is not TYPICAL and not is_drawn:
+    if rule is not TYPICAL:
         assert answers == plain
         assert sum(sum(step.num_accepted) for step in steps) > 9
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.models.decoding import RowSeeds, Sampling, warp
-from outrider.models.decoding.sampling import choose, draw, draw_several, flip
+from outrider.models.decoding.sampling import choose
 
 from ...g_tests import g_test
 
@@ -62,41 +62,26 @@ def test_impossible_parameters_are_refused(options, message):
         Sampling(**options)
 
 
+def draw(probs: torch.Tensor, seeds: RowSeeds) -> torch.Tensor:
+    """Choose one token for each row."""
+    return choose(probs[:, None], torch.zeros(len(probs), 1, dtype=torch.long), 0, seeds)[:, 0]
+
+
 def test_draws_follow_the_distribution():
     probs = warp(LOGITS, Sampling(top_k=4))
-    generator = torch.Generator().manual_seed(0)
-    counts = draw(probs.expand(100_000, -1), generator).bincount(minlength=5)
+    counts = draw(probs.expand(100_000, -1), RowSeeds(range(100_000))).bincount(minlength=5)
     assert g_test(counts, probs[0]) > ALPHA
     wrong = probs[0].roll(1)
     assert g_test(counts, wrong) < ALPHA, "the test sees nothing"
 
 
-def test_several_draws_are_those_without_replacement():
-    probs = warp(LOGITS, Sampling())
-    drawn = draw_several(probs.expand(100_000, -1), 2, torch.Generator().manual_seed(0))
-    assert (drawn[:, 0] != drawn[:, 1]).all()
-    expected = torch.zeros(5, 5, dtype=torch.float64)
-    for first in range(5):
-        for second in range(5):
-            if first != second:
-                expected[first, second] = probs[0, first] * probs[0, second] / (1 - probs[0, first])
-    counts = (drawn[:, 0] * 5 + drawn[:, 1]).bincount(minlength=25)
-    assert g_test(counts, expected.flatten()) > ALPHA
-
-
-def test_coins_follow_their_probabilities():
-    probs = torch.tensor([0.0, 0.25, 1.0])
-    share = flip(probs.expand(40_000, 3), torch.Generator().manual_seed(0)).float().mean(0)
-    assert share[0] == 0
-    assert share[2] == 1
-    assert abs(float(share[1]) - 0.25) < 0.011  # five standard deviations
-
-
-def test_the_same_seed_gives_the_same_draws():
-    probs = warp(LOGITS, Sampling()).expand(50, -1)
-    first = draw(probs, torch.Generator().manual_seed(3))
-    assert torch.equal(first, draw(probs, torch.Generator().manual_seed(3)))
-    assert not torch.equal(first, draw(probs, torch.Generator().manual_seed(4)))
+def test_seeds_that_a_generator_draws_repeat_with_its_seed():
+    first, second = (RowSeeds.drawn(50, torch.Generator().manual_seed(3)).seeds for _ in range(2))
+    assert first == second
+    assert len({*first, *RowSeeds.drawn(50, torch.Generator().manual_seed(4)).seeds}) == 100
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        assert RowSeeds.drawn(50).seeds == first, "by default torch's global generator"
 
 
 def test_a_tiny_temperature_is_greedy_and_not_nan():
@@ -110,32 +95,13 @@ def test_a_tiny_temperature_is_greedy_and_not_nan():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("vocab", [2, 17, 300, 32_000])
 def test_a_rows_samples_do_not_depend_on_other_rows_or_padding(vocab, dtype):
-    """A seeded generator's first values don't depend on the number of later values."""
     logits = torch.randn(3, 41, vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
-    probs = warp(logits, Sampling())
-    tokens, coins = draw(probs, RowSeeds([5, 6, 7])), flip(probs[..., 0], RowSeeds([5, 6, 7]))
+    probs, depths = warp(logits, Sampling()), torch.arange(41).expand(3, -1) % 7
+    tokens = choose(probs, depths, 6, RowSeeds([5, 6, 7]))
     for num_entries in (1, 2, 3, 16, 40):
-        cut = probs[[2, 0], :num_entries]
-        assert torch.equal(draw(cut, RowSeeds([7, 5])), tokens[[2, 0], :num_entries])
-        assert torch.equal(flip(cut[..., 0], RowSeeds([7, 5])), coins[[2, 0], :num_entries])
-    assert not torch.equal(draw(probs, RowSeeds([8, 9, 10])), tokens)
-
-
-def test_decisions_of_a_row_are_independent_of_each_other_and_of_other_rows():
-    probs = warp(LOGITS, Sampling())
-    seeds = RowSeeds(range(20_000))
-    first, second, third = (draw(probs.expand(20_000, -1), seeds) for _ in range(3))
-    expected = (probs[0][:, None] * probs[0]).flatten()
-    for one, other in ((first, second), (second, third), (first, third), (first[:-1], first[1:])):
-        assert g_test((one * 5 + other).bincount(minlength=25), expected) > ALPHA
-
-
-def test_several_draws_by_row_seeds_are_those_without_replacement():
-    probs = warp(LOGITS, Sampling())
-    drawn = draw_several(probs.expand(20_000, -1), 2, RowSeeds(range(20_000)))
-    expected = probs[0][:, None] * probs[0] / (1 - probs[0][:, None])
-    expected.fill_diagonal_(0.0)
-    assert g_test((drawn[:, 0] * 5 + drawn[:, 1]).bincount(minlength=25), expected.flatten()) > ALPHA
+        cut, at = probs[[2, 0], :num_entries], depths[:2, :num_entries]
+        assert torch.equal(choose(cut, at, 6, RowSeeds([7, 5])), tokens[[2, 0], :num_entries])
+    assert not torch.equal(choose(probs, depths, 6, RowSeeds([8, 9, 10])), tokens)
 
 
 def test_rows_keep_their_seeds_and_offsets_when_others_leave():

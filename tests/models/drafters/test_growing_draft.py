@@ -160,11 +160,8 @@ def test_nothing_reads_the_generator(target, twin, waits):
     """Else seeded samples would depend on the drafts, and so on the clock."""
 
     class Raising:
-        def draw(self, probs):
-            raise AssertionError("the drafter draws a token")
-
-        def flip(self, probs):
-            raise AssertionError("the drafter flips a coin")
+        def choose(self, probs, depths, max_depth):
+            raise AssertionError("the drafter chooses a token")
 
     results = waits(2)
     drafter = growing(twin)

@@ -131,13 +131,6 @@ def test_a_tree_has_at_most_tree_nodes_nodes_and_parents_before_children(target)
 # --- wrong input
 
 
-def test_a_drawn_drafter_is_refused(target):
-    torch.manual_seed(0)
-    drawn = build_drafter(parse_drafter({"kind": "draft_model", "num_layers": 1, "temperature": 0.7}), target)
-    with pytest.raises(ValueError, match=r"draft_model draws its drafts at temperature 0\.7.*set its temperature to 0"):
-        MergedDrafter({"draft_model": drawn}, MergedConfig())
-
-
 def test_different_vocabularies_are_refused(target):
     first, second = build("medusa", target), build("redrafter", target)
     second.vocab_size += 1

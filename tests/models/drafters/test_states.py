@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.models.decoding import DraftTree, Prompts, TargetOutput
+from outrider.models.decoding import DraftTree, Prompts, RowSeeds, Sampling, TargetOutput
 from outrider.models.decoding.tree import accepted_path
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import DRAFTERS, TRAINING_FREE, build_drafter, make_training_free, parse_drafter
@@ -34,7 +34,6 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "draft_tree": {"kind": "draft_model", "num_layers": 1, "length": 3, "top_k": 3, "tree_nodes": 6},
-    "draft_drawn": {"kind": "draft_model", "num_layers": 1, "length": 3, "temperature": 1.0},
 }
 FREE: dict[str, dict[str, Any]] = {
     "prompt_lookup": {"tree_nodes": 4},
@@ -96,8 +95,8 @@ def start(target: HFTarget, drafter: Any, rows: Sequence[int] = range(len(PROMPT
 
 def propose(drafter: Any, point: Point) -> tuple[DraftTree, Any]:
     last_token = torch.tensor([text[-1] for text in point.texts])
-    seed = sum(map(sum, point.texts))
-    return drafter.propose(point.state, last_token, generator=torch.Generator().manual_seed(seed))
+    seeds = RowSeeds([sum(text) for text in point.texts], sampling=Sampling(temperature=0.8))
+    return drafter.propose(point.state, last_token, generator=seeds)
 
 
 def accept(target: HFTarget, drafter: Any, point: Point, tree: DraftTree, drafted: Any, choice: int) -> Point:

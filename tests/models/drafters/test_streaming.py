@@ -396,11 +396,6 @@ def test_drafters_that_read_inner_layers_are_refused(target, twin):
         streaming_drafter(merged)
 
 
-def test_drawn_drafts_are_refused(target, twin):
-    with pytest.raises(ValueError, match=r"draws its drafts at temperature 0\.7.*to 0"):
-        streaming_drafter(draft_model(twin, temperature=0.7))
-
-
 def test_a_model_whose_passes_are_recorded_searches(target, twin, monkeypatch):
     monkeypatch.setattr(twin, "cuda_graphs", True)
     assert streaming_drafter(draft_model(twin)).merge.searching == [0]
