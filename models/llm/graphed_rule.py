@@ -33,8 +33,7 @@ class GraphedRule:
         return self.rule.is_random
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
-        is_repeatable = isinstance(generator, RowSeeds) or not self.is_random
-        if not (output.is_fixed and is_repeatable):
+        if not output.is_fixed:
             return self.rule(tree, output, generator=generator)
         seeds = (generator.rows(tree.tokens.device),) if isinstance(generator, RowSeeds) and self.is_random else ()
         # The recording reads logits, which are large, and recorded trees at their address, in place of

@@ -30,6 +30,7 @@ from outrider.models.llm.loading import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / "build" / "engines" / "vllm" / "bin" / "python"
+WORKER = Path(__file__).with_name("vllm_engine.py")
 PROPOSER = "outrider.models.export.vllm_proposer.Proposer"
 NGRAM, PLAIN = "ngram", "plain decoding"
 VARIABLES = {
@@ -94,8 +95,7 @@ def drafting(name: str, length: int) -> dict[str, Any]:
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[Callable[[Sequence[Sequence[int]], int], Answer]]:
     """Start a process of vLLM and wait for it; yield what answers prompts together, with so many tokens each."""
-    worker = Path(__file__).with_name("vllm_engine.py")
-    words = [str(PYTHON), str(worker), json.dumps({**options, "enable_prefix_caching": False})]
+    words = [str(PYTHON), str(WORKER), json.dumps({**options, "enable_prefix_caching": False})]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with (
         tempfile.TemporaryFile("w+") as log,

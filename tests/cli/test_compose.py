@@ -233,6 +233,7 @@ def test_a_missing_file_is_named_with_its_full_path_and_a_near_one(tmp_path: Pat
     assert f"there is no file {tmp_path / 'no.yaml'}" in problems("no.yaml")
     (tmp_path / "my.yaml").write_text("base: demo\n")
     assert f"did you mean conf={tmp_path}/my.yaml?" in problems(f"{tmp_path}/my.yml")
+    assert "conf=~variants.medusa: there is no such choice" in problems("demo", "~variants.medusa"), "no user of that name"
 
 
 # --- values

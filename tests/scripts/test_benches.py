@@ -426,3 +426,38 @@ def test_adapted_drafters_are_compared_with_their_base_by_suite(script, tiny_tar
     (row,) = rows_of(output)
     assert (row["drafter"], row["suite"], row["prompts"], row["ratio"]) == ("same", "mine", 3, [1.0, 1.0, 1.0])
     assert row["bytes"] == (folder / "model.safetensors").stat().st_size
+
+
+FAKE_ENGINE = """
+import json, sys
+options = json.loads(sys.argv[1])
+if options.get("additional_config") == {"outrider_drafter": "suffix"}:
+    sys.exit("the proposer is refused")
+accepted = 2 if "speculative_config" in options else 1
+print("{}", flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    tokens = [prompt[-1] for prompt in asked["prompts"] for _ in range(asked["max_tokens"])]
+    counts = {"num_tokens": len(tokens), "num_steps": len(tokens) // accepted}
+    print(json.dumps({"token_ids": tokens, "seconds": 1 / accepted, "processor_seconds": 1.0, **counts}), flush=True)
+"""
+
+
+def test_engines_with_and_without_a_drafter_answer_the_same_prompts(script, tiny_target_dir, tmp_path, monkeypatch):
+    served = script("bench/served")
+    (tmp_path / "engine.py").write_text(FAKE_ENGINE)
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps({"prompt": f"Question {n}?"}) + "\n" for n in range(5)))
+    monkeypatch.setattr(served, "PYTHON", sys.executable)
+    monkeypatch.setattr(served, "WORKER", tmp_path / "engine.py")
+    options = {"suite": [f"mine={tmp_path / 'mine.jsonl'}"], "output": tmp_path / "found.json", "limit": 4, "rounds": 2}
+    options |= {"max_new_tokens": 6, "concurrency": "[1, 2]"}
+    served.main(str(tiny_target_dir), drafter=["ngram=3"], **options)
+    rows = rows_of(tmp_path / "found.json")
+    assert [(row["at a time"], row["method"], row["answers"]) for row in rows] == [
+        (size, method, 8 // size) for size in (1, 2) for method in ("plain decoding", "ngram, 3 tokens")
+    ]
+    assert [row["over plain decoding"][0] for row in rows] == [1.0, 2.0] * 2
+    assert [row["tokens_per_step"] for row in rows] == [1.0, 2.0] * 2
+    assert [row["identical"] for row in rows] == [8, 8, 4, 4]
+    with pytest.raises(RuntimeError, match="vLLM has ended:\\nthe proposer is refused"):
+        served.main(str(tiny_target_dir), drafter=["suffix=3"], **options)

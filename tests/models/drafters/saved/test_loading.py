@@ -90,6 +90,24 @@ def test_a_draft_model_that_was_saved_with_a_pace_loads_without_it(target, tmp_p
     assert isinstance(load_drafter(folder, target, pace="expected"), MergedDrafter)
 
 
+@pytest.mark.parametrize("kind", ["draft_model", "eagle", "eagle3", "mtp"])
+def test_a_drafter_that_was_saved_with_a_temperature_loads_if_it_was_0(target, tmp_path, kind):
+    options = {"kind": kind, "init": "random"} | ({"num_layers": 1} if kind == "draft_model" else {})
+    save_drafter(build_drafter(parse_drafter(options), target), tmp_path / "drafter", target.identity)
+    config = read_drafter_config(tmp_path / "drafter")
+
+    def change(temperature: float) -> None:
+        changed = replace(config, drafter={**config.drafter, "temperature": temperature})
+        write_json(tmp_path / "drafter" / "config.json", asdict(changed))
+
+    change(0.0)
+    require_unaltered(tmp_path / "drafter")
+    assert not hasattr(load_drafter(tmp_path / "drafter", target).config, "temperature")
+    change(0.7)
+    with pytest.raises(ValueError, match=f"the drafter {kind} has no option temperature"):
+        load_drafter(tmp_path / "drafter", target)
+
+
 def test_the_drafter_that_ships_is_unaltered():
     require_unaltered(REPOSITORY / "models" / "smollm2_redrafter")
 
