@@ -14,7 +14,7 @@ from outrider.models.drafters import DRAFTERS, TRAINING_FREE
 from outrider.models.drafters.losses import WEIGHTS, LossKind
 
 from .conformance.test_architectures import CASES
-from .conformance.test_drafters import DRAWN_TREES, MERGED, OPTIONS
+from .conformance.test_drafters import MERGED, OPTIONS
 
 CONFORMANCE = "tests/conformance/test_drafters.py"
 ARCHITECTURES = "tests/conformance/test_architectures.py"
@@ -65,7 +65,7 @@ def quick_cases(collected: Iterable[pytest.Item], test: str) -> list[dict[str, A
 
 def kinds(cases: Iterable[dict[str, Any]]) -> set[str]:
     names = [case.get("name", case.get("kind")) for case in cases]
-    return {DRAWN_TREES.get(name, OPTIONS.get(name, {}).get("kind", name)) for name in names}
+    return {OPTIONS.get(name, {}).get("kind", name) for name in names}
 
 
 def test_every_rule_decodes_with_every_kind(collected: list[pytest.Item]) -> None:

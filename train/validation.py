@@ -21,7 +21,7 @@ from ..data.collate import collate, text_continuations
 from ..data.manifest import Manifest
 from ..data.shards import read_shard
 from ..data.types import TOKENS_ONLY, DistilledExample, DrafterBatch, Example
-from ..models.decoding import GreedyAcceptance, RowSeeds, generate
+from ..models.decoding import GreedyAcceptance, generate
 from ..models.decoding.protocols import Drafter
 from ..models.drafters import NullDrafter
 from ..models.drafters.base import TrainableDrafter
@@ -166,7 +166,6 @@ class Validator:
                 [self._prompts[row] for row in rows],
                 max_new_tokens=self._max_new_tokens,
                 stop_ids=self._target.stop_ids,
-                generator=RowSeeds(rows),  # for sampled drafts
             ):
                 for row, tokens in zip(step.rows, step.tokens, strict=True):
                     answers[rows[row]] += tokens

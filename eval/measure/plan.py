@@ -78,9 +78,9 @@ def no_prompt_fits(suites: Sequence[PromptSet], max_new_tokens: int, context_len
 def answer_seed(seed: int, suite: str, prompt_id: str, turn: int) -> int:
     """Compute the seed of an answer.
 
-    The seed is the same for every method, repeat, temperature and batch size. So a method whose
-    trees depend only on the text must sample exactly the baseline's tokens (see `RowSeeds`). And
-    the difference between two temperatures doesn't come from the seed.
+    The seed is the same for every method, repeat, temperature and batch size. So each lossless
+    method must sample exactly the baseline's tokens (see `RowSeeds`). And the difference between two
+    temperatures doesn't come from the seed.
     """
     return int(digest_of([seed, suite, prompt_id, turn]), 16)
 

@@ -245,8 +245,7 @@ class EvalRecord:
     def is_other_sample(self) -> bool:
         """Whether the answer is a different sample than the baseline's by design.
 
-        With random drafts, different random numbers decide about the tokens. A rule that isn't
-        lossless emits other tokens anyway.
+        A rule that isn't lossless emits other tokens. So did random drafts, which earlier versions had.
         """
         return self.temperature > 0 and (self.drawn or not self.lossless_rule)
 

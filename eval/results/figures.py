@@ -154,7 +154,7 @@ class Figures(Speeds):
     """Decode tokens per second over the roofline of plain decoding. A plain step reads the weights
     once for a token of every row that is not finished. None for a target in stages."""
     lossless: bool | None
-    """Whether every answer equals the baseline's, token for token. None where random drafts make it
+    """Whether every answer equals the baseline's, token for token. None where a lossy rule makes it
     a different sample by design."""
     lossless_label: str
     num_mismatched_prompts: int

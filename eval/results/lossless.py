@@ -142,8 +142,8 @@ LOSSY = "no, by rule"
 class Verdict:
     """Mismatches of a method on a suite at a temperature, counted in prompts.
 
-    `lossy`: its acceptance rule doesn't claim to be lossless. `by_rule`: it samples with random
-    drafts or with a lossy rule. Then its answers can't be compared, and only the rule itself can be
+    `lossy`: its acceptance rule doesn't claim to be lossless. `by_rule`: it samples with a lossy rule, or
+    with the random drafts of earlier versions. Then its answers can't be compared, and only the rule itself can be
     verified. `first` is the first example: an unexplained mismatch if there is one.
     """
 

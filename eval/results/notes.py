@@ -36,7 +36,7 @@ NOISY_NOTE = (
     "another folder, while the machine is quiet."
 )
 BY_RULE_NOTE = (
-    "by rule: the method samples its draft tokens at random, so its answers differ from those of plain decoding. Its "
+    "by rule: the method drew its draft tokens at random, so its answers differ from those of plain decoding. Its "
     "acceptance rule preserves the target's distribution. The command outrider certify tests this."
 )
 LOSSY_NOTE = (
@@ -216,8 +216,8 @@ def explanations(rows: Sequence[Row]) -> list[str]:
         )
     if any(row["temperature"] > 0 for row in rows):
         result.append(
-            "Above temperature 0 all methods sample with the same seeds. A method without random drafts must give exactly the "
-            "tokens of plain decoding, and each of its answers is compared."
+            "Above temperature 0 all methods sample with the same seeds. A lossless method must give exactly the tokens "
+            "of plain decoding, and each of its answers is compared."
         )
     return result + [PACE_NOTE] * any(map(depends_on_clock, rows))
 

@@ -60,7 +60,9 @@ def generate_pipelined(
     `generate` refuses.
     """
     batch = Prompts.of(prompts)
-    require_one_text(batch, rule, generator)
+    require_one_text(batch, rule)
+    if generator is None and rule.is_random:
+        generator = RowSeeds.drawn(1)
     speculation = speculation or ExpectedSpeculation()
     stopping = Stopping(batch.lengths, max_new_tokens, target.context_length, stop_ids, stop_strings, tokenizer)
     lap = Stopwatch(batch.input_ids.device, is_on=timed)
@@ -110,18 +112,17 @@ def generate_pipelined(
         yield step
 
 
-def require_one_text(prompts: Prompts, rule: AcceptanceRule, generator: Randomness) -> None:
+def require_one_text(prompts: Prompts, rule: AcceptanceRule) -> None:
     """Raise ValueError for several prompts, or if the time of an answer could change a token."""
     if len(prompts.lengths) > 1:
         raise ValueError(
             f"a batch has {len(prompts.lengths)} prompts, and pipelined speculation answers one at a time: decode them one "
             "by one, or all at once with the synchronous loop"
         )
-    is_seeded = isinstance(rule, SpeculativeSampling) and isinstance(generator, RowSeeds)
-    if not isinstance(rule, GreedyAcceptance) and not is_seeded:
+    if not isinstance(rule, GreedyAcceptance | SpeculativeSampling):
         raise ValueError(
-            f"{type(rule).__name__} with {type(generator).__name__} as generator would choose tokens by the clock in "
-            "pipelined speculation: use GreedyAcceptance, or SpeculativeSampling with RowSeeds"
+            f"{type(rule).__name__} would choose tokens by the clock in pipelined speculation: use GreedyAcceptance or "
+            "SpeculativeSampling"
         )
 
 

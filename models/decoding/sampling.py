@@ -51,8 +51,7 @@ class Sampling:
 def warp(logits: Float[torch.Tensor, "*batch vocab"], sampling: Sampling) -> Float[torch.Tensor, "*batch vocab"]:
     """Return the distribution that `sampling` makes of logits.
 
-    The parameters of sampling act nowhere else, neither for targets nor for drafters. Probabilities
-    are in float32, or in float64 if the logits are. Ties at the edge of top-k are broken by torch's
+    Probabilities are in float32, or in float64 if the logits are. Ties at the edge of top-k are broken by torch's
     topk, and ties at the edge of top-p in favour of the first token.
     """
     logits = logits.to(torch.promote_types(logits.dtype, MIN_PRECISION))
@@ -98,9 +97,12 @@ def choose(
     max_depth: int,
     generator: Randomness,
 ) -> Int[torch.Tensor, "batch entry"]:
-    """Choose by `generator`. Raises ValueError if there is none."""
-    if generator is None:
-        raise ValueError("a rule that samples was called without random numbers; give generator=RowSeeds(...)")
+    """Choose by `generator`. Raises ValueError if it is none."""
+    if not isinstance(generator, Chance):
+        raise ValueError(
+            f"a rule that samples was called with generator={generator!r}; give RowSeeds([...]), or "
+            "RowSeeds.drawn(rows, generator)"
+        )
     return generator.choose(probs, depths, max_depth)
 
 
@@ -108,8 +110,8 @@ class RowSeeds:
     """A seed for each row of a batch: a row's text doesn't depend on its batch.
 
     A row decodes the same text alone, with any neighbours, and at any index of the batch. The text
-    is also the same with every drafter whose trees are functions of the text: the draw of token t
-    of an answer depends on the row's seed and on t alone. So plain decoding and tree decoding with
+    is also the same with every drafter: the draw of token t of an answer depends on the row's seed
+    and on t alone. So plain decoding and tree decoding with
     the same seeds emit the same text. (The idea is common random numbers; for drafters, "drafter
     invariance", arXiv 2408.07978.) Sampling stays exact: with or without a tree, the draw of token
     t is independent of the text before it.
@@ -129,8 +131,8 @@ class RowSeeds:
 
     @classmethod
     def drawn(cls, num_rows: int, generator: torch.Generator | None = None) -> "RowSeeds":
-        """Return seeds that a generator draws, by default torch's global one."""
-        device = generator.device if generator is not None else None
+        """Return seeds that a generator draws, by default torch's global one of the CPU."""
+        device = torch.device("cpu") if generator is None else generator.device
         return cls(torch.randint(MAX_SEED, (num_rows,), generator=generator, device=device).tolist())
 
     @classmethod
@@ -149,18 +151,20 @@ class RowSeeds:
     def choose(
         self, probs: Float[torch.Tensor, "batch entry vocab"], depths: Int[torch.Tensor, "batch entry"], max_depth: int
     ) -> Int[torch.Tensor, "batch entry"]:
+        if depths.shape[1] <= max_depth:  # fewer entries than depths
+            return (probs / self.clocks(probs, depths, probs.shape[-1])).argmax(-1)
         clocks = self.clocks(probs, torch.arange(max_depth + 1, device=probs.device), probs.shape[-1])
         return (probs / clocks.gather(1, depths[:, :, None].expand_as(probs))).argmax(-1)
 
     def clocks(
         self,
         probs: Float[torch.Tensor, "batch *_"],
-        depths: Int[torch.Tensor, " depth"],
+        depths: Int[torch.Tensor, "*_ depth"],
         tokens: int | Int[torch.Tensor, " token"],
     ) -> Float[torch.Tensor, "batch depth token"]:
-        """Return the clocks by which `choose` picks the tokens after entries at some depths, of all or of some tokens.
+        """Return the clocks by which `choose` picks the tokens after entries at some depths (of all rows, or of each).
 
-        They are on the device and in the type of `probs`.
+        They are those of all or of some tokens, on the device and in the type of `probs`.
         """
         seeds, positions = self._rows_for(probs)[..., None]
         return exponential(stream_keys(seeds, positions + depths), tokens).to(probs.dtype)

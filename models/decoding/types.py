@@ -149,15 +149,6 @@ class Acceptance:
     numbers: Int[torch.Tensor, "batch number"] | None = None
     """All numbers of the decision (see `reading.numbers_of`), if they are computed already."""
 
-    def select(self, rows: Sequence[int]) -> "Acceptance":
-        """Return the decision for these rows of the batch only."""
-        return Acceptance(
-            path=self.path[rows],
-            num_accepted=self.num_accepted[rows],
-            entry=self.entry[rows],
-            bonus_token=self.bonus_token[rows],
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:

@@ -10,7 +10,7 @@ all slots in one pass. DSpark and Domino add a correction by the tokens before. 
 the drafter searches for a tree, the correction may be ReDrafter's recurrence, slots start with the
 latest context (`inject`), and training has a block at every labelled position of a text.
 
-The tree is a function of the text. So decoding is exact, greedily and sampled (`SpeculativeSampling`).
+Decoding with its trees is exact, greedily and sampled (`SpeculativeSampling`).
 """
 
 import copy

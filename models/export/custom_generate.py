@@ -134,7 +134,7 @@ def _loop(
                 [prompt.to(bound.target.device) for prompt in prompts],
                 max_new_tokens=limit,
                 stop_ids=stop_ids,
-                generator=seeds_of(len(prompts)),
+                generator=seeds_of(len(prompts)) if rule.is_random else None,
             )
             columns = collect(
                 steps,

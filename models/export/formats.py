@@ -20,6 +20,7 @@ import torch
 from ...data.files import LEFTOVER, atomic_write_bytes, read_dataclass, replacing_directory, write_json
 from ...data.manifest import TargetIdentity
 from ..drafters.base import TrainableDrafter
+from ..drafters.options import current_options
 from ..drafters.registry import DRAFTERS, DrafterSpec, kind_of
 from ..drafters.saved.build import shapes_of
 from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, raise_problems, shape_problems
@@ -209,11 +210,12 @@ def read_folder(
     folder = open_folder(Path(directory), format.weight_files)
     reading = format.read(folder, target)
     note = read_note(folder.path)
+    noted = {} if note is None else current_options(format.kind, note.drafter)
     if isinstance(reading, TrainableDrafter):
         if note is not None:
             _check_note(note, format, folder.path, target)
         # Without a note, the folder leaves all options open that its tensors don't determine.
-        given, chosen = (asdict(reading.config) | dict(options or {}), {}) if note is None else (note.drafter, options or {})
+        given, chosen = (asdict(reading.config) | dict(options or {}), {}) if note is None else (noted, options or {})
         reading.config = DrafterSpec.of(format.kind, given).with_options(chosen).config
         return reading
     runtime_options, drafter_options = dict(options or {}), {**reading.options}
@@ -221,7 +223,7 @@ def read_folder(
         drafter_options |= {name: runtime_options.pop(name) for name in reading.open_options & runtime_options.keys()}
     else:
         _check_note(note, format, folder.path, target)
-        drafter_options |= note.drafter
+        drafter_options |= noted
     kind, described = format.kind, folder.path / (CONFIG_FILE if note is None else NOTE_FILE)
     try:
         spec = DrafterSpec.of(kind, drafter_options)

@@ -63,12 +63,15 @@ def main(
     prompts = [encode_prompt(turn, tokenizer)[0][-most_tokens:].tolist() for turn in turns]
     rows = list[dict[str, Any]]()
     with ExitStack() as stack:
-        options = {"model": folder, "dtype": dtype, "max_model_len": most_tokens + max_new_tokens, "max_num_seqs": 16}
+        sizes = json.loads(concurrency)
+        options = {"model": folder, "dtype": dtype, "max_model_len": most_tokens + max_new_tokens, "max_num_seqs": max(sizes)}
         engines = {PLAIN: stack.enter_context(engine(options))}
         for named in drafter:
             name, _, length = named.rpartition("=")
-            engines[f"{Path(name).name}, {length} tokens"] = stack.enter_context(engine(options | drafting(name, int(length))))
-        for size in json.loads(concurrency):
+            if (label := f"{Path(name).name}, {length} tokens") in engines:
+                raise typer.BadParameter(f"two drafters are named {label!r}; copy one to a folder of another name")
+            engines[label] = stack.enter_context(engine(options | drafting(name, int(length))))
+        for size in sizes:
             groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
 
             def answer(method: str, prompt: int, groups: list[list[list[int]]] = groups) -> Answer:

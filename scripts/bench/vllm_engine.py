@@ -1,6 +1,6 @@
 """An engine of vLLM that answers lines of JSON, for `served.py`: it runs in vLLM's environment.
 
-A line has `prompts` and `max_tokens`; the reply has their tokens, the seconds of the call, and the drafts accepted.
+A line has `prompts` and `max_tokens`; the reply has the answers' tokens, the seconds of the call, and the steps.
 """
 
 import json

@@ -32,11 +32,12 @@ from ..rules.enumerate_rules import (
     SAMPLINGS,
     SHAPES,
     RuleCheck,
+    ScriptedChance,
     check_rule,
     sampled_tokens,
     sequence_counts,
 )
-from ..rules.toy_models import TreeShape, all_tokens, beam_tokens, joint, make_trees, random_tables
+from ..rules.toy_models import TreeShape, after_nodes, all_tokens, beam_tokens, joint, make_trees, random_tables
 
 ALPHA = 1e-6
 """False-alarm rate of a G-test for a sound sampler; the seeds are fixed."""
@@ -86,7 +87,7 @@ def test_a_rule_that_samples_needs_random_numbers():
     tree = make_trees([TreeShape((-1,))], [torch.zeros(1, 1, dtype=torch.long)])
     output = TargetOutput(logits=torch.zeros(1, 2, 3), hidden_states=torch.zeros(1, 2, 0))
     for rule in (SpeculativeSampling(sampling=Sampling()), TypicalAcceptance(sampling=Sampling())):
-        with pytest.raises(ValueError, match="without random numbers; give generator=RowSeeds"):
+        with pytest.raises(ValueError, match=r"was called with generator=None; give RowSeeds"):
             rule(tree, output)
 
 
@@ -129,6 +130,38 @@ def test_typical_acceptance_equals_its_formula():
     rule = TypicalAcceptance(sampling=Sampling())
     output = TargetOutput(logits=logits, hidden_states=logits[..., :0])
     assert rule(tree, output, generator=RowSeeds(range(4))).num_accepted.tolist() == [int(value) for value in accepted]
+
+
+def typical_difference(rule: Any, sampling: Sampling) -> float:
+    """Return the largest difference between outcomes of a chain of two, for every tokens, and those of the formula."""
+    vocab, target, shape = 4, random_tables(4, 3, seed=0), TreeShape((-1, 0))
+    tokens = all_tokens(shape, vocab)
+    logits = after_nodes(target, shape, tokens, 2)
+    found = torch.zeros(len(tokens), 3, vocab, dtype=torch.float64)  # by accepted tokens and bonus token
+    script: list[int] | None = []
+    while script is not None:
+        chance = ScriptedChance(script, len(tokens))
+        acceptance = rule(
+            make_trees([shape], [tokens]), TargetOutput(logits=logits, hidden_states=logits[..., :0]), generator=chance
+        )
+        found[torch.arange(len(tokens)), acceptance.num_accepted, acceptance.bonus_token] += chance.weight
+        script = chance.next_script()
+    expected = torch.zeros_like(found)
+    for row, (first, second) in enumerate(tokens.tolist()):
+        entries = [(logits[row, entry] / sampling.temperature).softmax(-1) for entry in range(3)]
+        thresholds = [min(0.09, 0.3 * float((probs * probs.log()).sum().exp())) for probs in entries]
+        accepted = int(entries[0][first] > thresholds[0])
+        accepted += accepted and int(entries[1][second] > thresholds[1])
+        expected[row, accepted] = entries[accepted]
+    assert {int(number) for number in expected.sum(2).nonzero()[:, 1]} == {0, 1, 2}, "not every length occurs"
+    return float((found - expected).abs().max())
+
+
+def test_typical_acceptance_follows_its_formula_with_every_chain_and_every_mutant_is_caught(mutate):
+    sampling = Sampling(temperature=0.7)
+    assert typical_difference(TypicalAcceptance(sampling=sampling), sampling) < EXACT
+    for name, replacement in TYPICAL_MUTANTS.items():
+        assert typical_difference(mutate(*replacement).TypicalAcceptance(sampling=sampling), sampling) > CAUGHT, name
 
 
 @pytest.mark.parametrize(
@@ -341,6 +374,12 @@ GREEDY_MUTANTS = {
         "tree.tokens == choices.gather(1, tree.parents + 1)",
         "(tree.tokens == choices.gather(1, tree.parents + 1)) | (tree.parents >= 0)",
     ),
+}
+TYPICAL_MUTANTS = {
+    "bonus after the root": ("probs[rows, walk.entry][:, None]", "probs[rows, 0][:, None]"),
+    "bonus not warped": ("probs[rows, walk.entry][:, None]", "output.logits.softmax(-1)[rows, walk.entry][:, None]"),
+    "bonus by arg-max": ("choose(last, walk.num_accepted[:, None], tree.max_depth, generator)[:, 0]", "last[:, 0].argmax(-1)"),
+    "threshold of the root": ("threshold.gather(1, tree.parents + 1)", "threshold[:, :1]"),
 }
 WARP_MUTANTS = {
     "top-p keeps one token too many": ("before >= sampling.top_p", "before - ranked >= sampling.top_p"),

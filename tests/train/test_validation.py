@@ -141,14 +141,6 @@ def test_medusa_takes_its_tree_from_the_held_out_answers(run_train: RunTrain, ta
     torch.testing.assert_close(accuracies.cumsum(1), torch.tensor(measured))
 
 
-def test_sampled_drafts_in_validation_depend_on_the_seed(run_train: RunTrain) -> None:
-    drafter = {"kind": "draft_model", "num_layers": 1, "temperature": 1.0}
-    base = {"validation_texts": 4, "validation_tokens": 8, "replace_drafter": drafter}
-    runs = run_train("often", **base, validate_every=1), run_train("once", **base)
-    summaries = [json.loads((run.train_dir / "summary.json").read_text())["validation"] for run in runs]
-    assert summaries[0] == summaries[1]
-
-
 def test_a_finished_drafter_gets_changed_options_of_drafting(run_train: RunTrain, target: HFTarget) -> None:
     run = run_train(replace_drafter={"kind": "medusa", "num_heads": 3, "tree_nodes": 5})
     before = load_file(run.drafter_dir / "model.safetensors")

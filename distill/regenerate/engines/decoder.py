@@ -21,9 +21,9 @@ DEFAULT_BATCH_SIZE = 16
 class DecoderEngine:
     """Engine with batches of requests of similar length; a batch ends with its longest answer.
 
-    Up to rounding, an answer doesn't depend on the other rows, nor on the drafter, if its trees are
-    functions of the text. `drafter_context` is the longest text that the drafter can read; requests
-    that may become longer are decoded without it.
+    Up to rounding, an answer depends neither on the other rows nor on the drafter. `drafter_context`
+    is the longest text that the drafter can read; requests that may become longer are decoded
+    without it.
     """
 
     target: HFTarget

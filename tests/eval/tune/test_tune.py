@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -238,14 +237,6 @@ def test_a_batch_size_at_which_plain_decoding_does_not_fit_has_no_choice(tune_ti
     largest = 0
     with pytest.raises(ValueError, match="plain decoding ran out of memory in batches of 1, 2, .* lower --batch-size"):
         tune_tiny(many, 1, 2)
-
-
-def test_drafts_that_are_drawn_at_random_are_tuned_too(tiny_target: HFTarget, questions: Path, tmp_path: Path) -> None:
-    drafter = build_drafter(parse_drafter({"kind": "draft_model", "num_layers": 1, "temperature": 1.0}), tiny_target)
-    save_drafter(drafter, tmp_path / "drawn", tiny_target.identity)
-    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], temperatures=[1.0], max_new_tokens=8)
-    tuning = tune(config, tiny_target, tmp_path / "drawn", tmp_path, settings=[{"length": 2}])
-    assert all(math.isfinite(speed.speedup) and speed.speedup > 0 for speed in tuning.finals)
 
 
 # --- the choice

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.models.decoding import DraftTree, Sampling, SpeculativeSampling, TargetOutput, generate
+from outrider.models.decoding import DraftTree, Sampling, SpeculativeSampling, TargetOutput, TypicalAcceptance, generate
 from outrider.models.decoding.acceptance import follow_choices
 from outrider.models.decoding.sampling import RowSeeds, choose, foreseen, sharpness, warp
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
@@ -123,6 +123,35 @@ def test_a_watched_recorded_rule_shows_its_draws(target):
     prompt = [torch.tensor(PROMPTS[0])]
     steps = list(generate(target, twin, rule, prompt, max_new_tokens=13, generator=RowSeeds([1])))
     assert [step.num_accepted for step in steps[1:]] == [(3,)] * 3
+
+
+def test_typical_acceptance_shows_no_draws(target):
+    """A stop would tell something of the clock that chooses the bonus token."""
+
+    class Watched(NullDrafter):
+        def propose(self, state, last_token, *, generator=None):
+            shown.append(generator.sampling)
+            return super().propose(state, last_token, generator=generator)
+
+    prompt = [torch.tensor(PROMPTS[0])]
+    for rule in (TypicalAcceptance(sampling=Sampling()), SpeculativeSampling(sampling=Sampling())):
+        shown: list[Sampling | None] = []
+        list(generate(target, Watched(), rule, prompt, max_new_tokens=3, generator=RowSeeds([1])))
+        assert shown == [None if isinstance(rule, TypicalAcceptance) else Sampling()] * 2
+
+
+def test_without_seeds_samples_follow_torchs_generator(target):
+    def sample() -> list[list[int]]:
+        steps = generate(target, NullDrafter(), SpeculativeSampling(sampling=Sampling()), prompts, max_new_tokens=12)
+        return texts_of(list(steps), len(prompts))
+
+    prompts = [torch.tensor(prompt) for prompt in PROMPTS]
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        first, second = sample(), sample()
+        torch.manual_seed(3)
+        assert sample() == first != second
+    assert len({tuple(text) for text in first}) == len(prompts)
 
 
 def test_a_later_clock_makes_a_token_less_likely_and_a_cold_target_hardly_cares():

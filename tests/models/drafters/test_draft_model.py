@@ -25,6 +25,7 @@ from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.drafters.registry import DrafterSpec
+from outrider.models.drafters.small_models import fit_vocabulary
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.tree_cache import TreeCache
 
@@ -181,6 +182,21 @@ def test_trees_of_the_target_itself_are_accepted_to_their_last_depth(target):
     drafter = DraftModel(DraftModelConfig(length=3, top_k=3), twin)
     steps = list(generate(target, drafter, GreedyAcceptance(), torch.tensor([PROMPTS[0]]), max_new_tokens=21))
     assert [step.num_accepted for step in steps[1:]] == [(3,)] * 5
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_rows", [29, 31])
+def test_a_fitted_vocabulary_keeps_the_other_tokens_and_new_ones_are_average(num_rows):
+    torch.manual_seed(0)
+    options = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=num_rows, bos_token_id=None, eos_token_id=None, **options)).double().eval()
+    text, kept = torch.tensor([[0, 1, 1]]), min(num_rows, 30)
+    before = model(text).logits
+    fit_vocabulary(model, 30)
+    after = model(text).logits
+    assert after.shape[-1] == 30
+    assert torch.allclose(after[..., :kept], before[..., :kept])
+    assert torch.allclose(after[..., kept:], before.mean(-1, keepdim=True).expand(-1, -1, 30 - kept))
 
 
 # --- training

@@ -156,22 +156,6 @@ def test_answers_do_not_depend_on_the_clock(target, twin, waits):
         assert decode(target, drafter, rows)[0] == expected
 
 
-def test_nothing_reads_the_generator(target, twin, waits):
-    """Else seeded samples would depend on the drafts, and so on the clock."""
-
-    class Raising:
-        def choose(self, probs, depths, max_depth):
-            raise AssertionError("the drafter chooses a token")
-
-    results = waits(2)
-    drafter = growing(twin)
-    propose = drafter.propose
-    drafter.propose = lambda state, last_token, generator: propose(state, last_token, generator=Raising())
-    answers, _ = decode(target, drafter, ONE)
-    assert answers == decode(target, NullDrafter(), ONE)[0]
-    assert any(results)
-
-
 # --- re-rooted trees, against fresh reads
 
 

@@ -11,10 +11,10 @@ from outrider.models.llm.hf_target import HFTarget
 VOCAB, TEMPERATURE, PROMPT = 3, 0.7, [0, 1, 2, 1]
 
 
-def make_tiny(like: HFTarget, seed: int, vocab_size: int = VOCAB) -> HFTarget:
+def make_tiny(like: HFTarget, seed: int) -> HFTarget:
     """Make a random Llama in float64 with the (unused) tokenizer and identity of `like`."""
     config = LlamaConfig(
-        vocab_size=vocab_size,
+        vocab_size=VOCAB,
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=1,

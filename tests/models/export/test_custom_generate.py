@@ -198,6 +198,9 @@ def test_sampling_repeats_with_the_same_generator_or_global_seed(model, folder):
         del vars(model)[ATTRIBUTE]  # loading the drafter uses no random numbers
         torch.manual_seed(3)
         assert torch.equal(generate(model, drafter=folder, **options), third)
+    state = torch.get_rng_state()
+    generate(model, drafter=folder, **options | {"do_sample": False})
+    assert torch.equal(torch.get_rng_state(), state), "greedy decoding uses no random numbers"
     with pytest.raises(ValueError, match="a seed and a generator"):
         generate(model, drafter=folder, **options, seed=1, generator=torch.Generator())
 

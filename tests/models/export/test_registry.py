@@ -174,6 +174,14 @@ def test_unknown_keys_are_errors(name, llama, make_drafter, tmp_path):
         import_drafter(path, llama)
 
 
+@pytest.mark.parametrize("name", ["eagle3", "transformers"])
+def test_a_former_option_with_todays_value_is_left_out_of_an_outrider_json(name, llama, make_drafter, tmp_path):
+    path = exported(name, llama, make_drafter, tmp_path)
+    note = json.loads((path / "outrider.json").read_text())
+    edit(path / "outrider.json", drafter={**note["drafter"], "temperature": 0.0})
+    assert not hasattr(import_drafter(path, llama).config, "temperature")
+
+
 @pytest.mark.parametrize("name", ["apple", "medusa"])
 def test_an_outrider_json_of_another_drafter_or_target_is_an_error(name, llama, make_drafter, tmp_path):
     path = exported(name, llama, make_drafter, tmp_path)
