@@ -136,14 +136,13 @@ def typical_difference(rule: Any, sampling: Sampling) -> float:
     """Return the largest difference between outcomes of a chain of two, for every tokens, and those of the formula."""
     vocab, target, shape = 4, random_tables(4, 3, seed=0), TreeShape((-1, 0))
     tokens = all_tokens(shape, vocab)
-    logits = after_nodes(target, shape, tokens, 2)
+    logits, tree = after_nodes(target, shape, tokens, 2), make_trees([shape], [tokens])
+    output = TargetOutput(logits=logits, hidden_states=logits[..., :0])
     found = torch.zeros(len(tokens), 3, vocab, dtype=torch.float64)  # by accepted tokens and bonus token
     script: list[int] | None = []
     while script is not None:
         chance = ScriptedChance(script, len(tokens))
-        acceptance = rule(
-            make_trees([shape], [tokens]), TargetOutput(logits=logits, hidden_states=logits[..., :0]), generator=chance
-        )
+        acceptance = rule(tree, output, generator=chance)
         found[torch.arange(len(tokens)), acceptance.num_accepted, acceptance.bonus_token] += chance.weight
         script = chance.next_script()
     expected = torch.zeros_like(found)
