@@ -132,12 +132,12 @@ def test_typical_acceptance_equals_its_formula():
     assert rule(tree, output, generator=RowSeeds(range(4))).num_accepted.tolist() == [int(value) for value in accepted]
 
 
-def typical_difference(rule: Any, sampling: Sampling) -> float:
+def typical_difference(make_rule: Any, sampling: Sampling, epsilon: float) -> float:
     """Return the largest difference between outcomes of a chain of two, for every tokens, and those of the formula."""
-    vocab, target, shape = 4, random_tables(4, 3, seed=0), TreeShape((-1, 0))
+    vocab, target, shape = 5, random_tables(5, 3, seed=0), TreeShape((-1, 0))
     tokens = all_tokens(shape, vocab)
     logits, tree = after_nodes(target, shape, tokens, 2), make_trees([shape], [tokens])
-    output = TargetOutput(logits=logits, hidden_states=logits[..., :0])
+    output, rule = TargetOutput(logits=logits, hidden_states=logits[..., :0]), make_rule(sampling=sampling, epsilon=epsilon)
     found = torch.zeros(len(tokens), 3, vocab, dtype=torch.float64)  # by accepted tokens and bonus token
     script: list[int] | None = []
     while script is not None:
@@ -148,7 +148,7 @@ def typical_difference(rule: Any, sampling: Sampling) -> float:
     expected = torch.zeros_like(found)
     for row, (first, second) in enumerate(tokens.tolist()):
         entries = [(logits[row, entry] / sampling.temperature).softmax(-1) for entry in range(3)]
-        thresholds = [min(0.09, 0.3 * float((probs * probs.log()).sum().exp())) for probs in entries]
+        thresholds = [min(epsilon, 0.3 * float((probs * probs.log()).sum().exp())) for probs in entries]
         accepted = int(entries[0][first] > thresholds[0])
         accepted += accepted and int(entries[1][second] > thresholds[1])
         expected[row, accepted] = entries[accepted]
@@ -156,11 +156,9 @@ def typical_difference(rule: Any, sampling: Sampling) -> float:
     return float((found - expected).abs().max())
 
 
-def test_typical_acceptance_follows_its_formula_with_every_chain_and_every_mutant_is_caught(mutate):
-    sampling = Sampling(temperature=0.7)
-    assert typical_difference(TypicalAcceptance(sampling=sampling), sampling) < EXACT
-    for name, replacement in TYPICAL_MUTANTS.items():
-        assert typical_difference(mutate(*replacement).TypicalAcceptance(sampling=sampling), sampling) > CAUGHT, name
+def test_typical_acceptance_follows_its_formula_with_every_chain():
+    for epsilon, temperature in ((0.09, 1.0), (0.09, 2.0), (1.0, 0.7)):
+        assert typical_difference(TypicalAcceptance, Sampling(temperature=temperature), epsilon) < EXACT
 
 
 @pytest.mark.parametrize(
@@ -469,6 +467,12 @@ def test_every_mutant_of_the_sampler_is_caught(name, mutate):
 def test_every_mutant_of_greedy_acceptance_is_caught(name, mutate):
     module = mutate(*GREEDY_MUTANTS[name])
     assert_caught(lambda sampling: module.GreedyAcceptance(), samplings=["greedy"])
+
+
+@pytest.mark.parametrize("name", TYPICAL_MUTANTS)
+def test_every_mutant_of_typical_acceptance_is_caught(name, mutate):
+    rule = mutate(*TYPICAL_MUTANTS[name]).TypicalAcceptance
+    assert typical_difference(rule, Sampling(temperature=0.7), 1.0) > CAUGHT
 
 
 @pytest.mark.parametrize("name", WARP_MUTANTS)
