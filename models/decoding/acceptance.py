@@ -32,8 +32,9 @@ class GreedyAcceptance:
 class SpeculativeSampling:
     """Sample from the target's warped distribution p exactly, whatever the drafter proposes.
 
-    A token is drawn from p after every node. The walk continues as long as the drawn token is a child of the
-    current node.
+    A token is drawn from p after every node. The walk continues as long as the drawn token is a child of
+    the current node.
+
     Proof of exactness: each emitted token is a draw from p given the text before it, independent of
     all other draws. The tree is a function of the text alone; it only decides after how many draws
     the walk ends. One of the children is accepted with probability sum p(child). No exact rule for
