@@ -90,10 +90,7 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
         """Return what `advance` needs in a step without drafts of this drafter, which reads nothing now."""
 
     def pack(self, search: SearchTree) -> DraftTree:
-        """Return the proposal; the host reads nothing, so that a recording can repeat it.
-
-        By default it has the `max_nodes` likeliest nodes.
-        """
+        """Return the proposal, by default the `max_nodes` likeliest nodes. The host reads nothing, so it can be recorded."""
         return pack_likeliest(search, self.max_nodes)
 
     def trim(self, tree: DraftTree) -> DraftTree:

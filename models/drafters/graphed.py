@@ -155,14 +155,13 @@ class GraphedCachedDrafter(GraphedDrafter):
 def graphed(drafter: Drafter[Any, Any], recorder: Recorder | None = None) -> Drafter[Any, Any]:
     """Return a drafter that is replayed as CUDA graphs; the drafter itself if it can't be recorded.
 
-    Recorded are trained drafters whose state is a hidden state or has a KV
-    cache. Of a merged drafter, the searches of such sources are recorded.
+    Recorded are trained drafters whose state is a hidden state or has a KV cache. Of a merged drafter,
+    the searches of such sources are recorded.
     """
     if isinstance(drafter, MergedDrafter):
         return drafter.recorded(lambda source: graphed(source, recorder) if isinstance(source, TrainableDrafter) else source)
-    if isinstance(drafter, TrainableDrafter):
-        if isinstance(drafter, LastStateDrafter):
-            return GraphedDrafter(drafter, recorder)
-        if isinstance(drafter, CachedDrafter):
-            return GraphedCachedDrafter(drafter, recorder)
+    if isinstance(drafter, LastStateDrafter):
+        return GraphedDrafter(drafter, recorder)
+    if isinstance(drafter, CachedDrafter):
+        return GraphedCachedDrafter(drafter, recorder)
     return drafter

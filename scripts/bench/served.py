@@ -56,6 +56,15 @@ def main(
     concurrency: Annotated[str, typer.Option(help="Prompts at a time, a JSON list.")] = "[1, 4, 16]",
 ) -> None:
     """Serve the target with each drafter and without; write the speeds."""
+    if not Path(PYTHON).exists():
+        raise typer.BadParameter(f"there is no {PYTHON}: run make engines")
+    drafters = {}
+    for named in drafter:
+        name, _, length = named.rpartition("=")
+        label = f"{Path(name).name}, {length} tokens"
+        if not name or not length.isdecimal() or label in drafters:
+            raise typer.BadParameter(f"--drafter is {named}; give NAME=LENGTH, and drafters whose folders have different names")
+        drafters[label] = drafting(name, int(length))
     folder = folder_of(target)
     tokenizer = load_tokenizer(TargetConfig(name_or_path=folder))
     suites = [load_suite(*one.split("=", 1), limit=limit) for one in suite]
@@ -66,11 +75,8 @@ def main(
         sizes = json.loads(concurrency)
         options = {"model": folder, "dtype": dtype, "max_model_len": most_tokens + max_new_tokens, "max_num_seqs": max(sizes)}
         engines = {PLAIN: stack.enter_context(engine(options))}
-        for named in drafter:
-            name, _, length = named.rpartition("=")
-            if (label := f"{Path(name).name}, {length} tokens") in engines:
-                raise typer.BadParameter(f"two drafters are named {label!r}; copy one to a folder of another name")
-            engines[label] = stack.enter_context(engine(options | drafting(name, int(length))))
+        for label, more in drafters.items():
+            engines[label] = stack.enter_context(engine(options | more))
         for size in sizes:
             groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
 

@@ -459,5 +459,8 @@ def test_engines_with_and_without_a_drafter_answer_the_same_prompts(script, tiny
     assert [row["over plain decoding"][0] for row in rows] == [1.0, 2.0] * 2
     assert [row["tokens_per_step"] for row in rows] == [1.0, 2.0] * 2
     assert [row["identical"] for row in rows] == [8, 8, 4, 4]
+    for drafter in (["ngram"], ["ngram=x"], ["a/drafter=3", "b/drafter=3"]):
+        with pytest.raises(typer.BadParameter, match="--drafter is .*; give NAME=LENGTH"):
+            served.main(str(tiny_target_dir), drafter=drafter, **options)
     with pytest.raises(RuntimeError, match="vLLM has ended:\\nthe proposer is refused"):
         served.main(str(tiny_target_dir), drafter=["suffix=3"], **options)
