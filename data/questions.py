@@ -32,7 +32,7 @@ def fault_of(question: str, prefix: str = "") -> str | None:
         return "question with characters that are no text"
     if len(words) >= REPEATING_FROM and len(set(words)) < LEAST_DISTINCT * len(words):
         return "question that repeats itself"
-    scripts, wanted = _scripts(question), _scripts(prefix)
+    scripts, wanted = scripts_of(question), scripts_of(prefix)
     script, most = max(scripts.items(), key=lambda item: item[1], default=("", 0))
     if most < LEAST_IN_ONE_SCRIPT * scripts.total():
         return "question in several scripts"
@@ -58,7 +58,7 @@ def near_duplicates(questions: Sequence[str], earlier: Sequence[str] = ()) -> li
     return repeated[len(earlier) :]
 
 
-def _scripts(text: str) -> Counter[str]:
+def scripts_of(text: str) -> Counter[str]:
     """Count letters by script, which is the first word of their Unicode names."""
     names = (unicodedata.name(char, "").partition(" ")[0] for char in text if char.isalpha())
     return Counter("EAST ASIAN" if name in EAST_ASIAN else name for name in names)

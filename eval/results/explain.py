@@ -20,6 +20,7 @@ from typing import Any
 import pandas as pd
 
 from ...data.paths import TRAINING_FREE_NAMES
+from ...data.questions import scripts_of
 from ..records.records import ENDED, FULL, IN_REACH, NO_DRAFT, OUTSIDE, EvalRecord
 
 UNCERTAIN, FREE, RANKED, NOT_IN_VOCABULARY, NOT_LEARNED = "uncertain", "free", "ranked too low", "outside", "not learned"
@@ -32,7 +33,7 @@ LOOKUP = (4, 3, 2)
 """Tokens before a token that must have stood earlier in the text, the longest match first."""
 CONTEXTS = (256, 1024, 4096)
 """Bounds of the classes of context length, in tokens."""
-GROUPS = ("token", "copied", "place", "context", "suite", "category")
+GROUPS = ("token", "copied", "place", "context", "suite", "category", "script")
 """Columns by which misses are told apart."""
 LEAST_STEPS = 20
 """Steps that a group has at least, for its rate to be compared with the others'."""
@@ -51,6 +52,7 @@ def steps_of(record: EvalRecord) -> Iterator[dict[str, Any]]:
     start = len(drafts.prompt_ids)
     copied = earlier_matches(ids)
     places = list(places_of(drafts.texts))
+    scripts = scripts_of("".join(drafts.texts)).most_common(1)
     position = 1  # the prefill emits the first token
     for accepted, end, probability in zip(drafts.accepted, drafts.ends, drafts.probabilities, strict=True):
         chosen = min(position + accepted, len(record.token_ids) - 1)
@@ -61,6 +63,7 @@ def steps_of(record: EvalRecord) -> Iterator[dict[str, Any]]:
             "batch_size": record.batch_size,
             "suite": record.suite,
             "category": record.category,
+            "script": scripts[0][0].lower() if scripts else "no letters",
             "answer": record.prompt_id,
             "emitted": min(accepted + 1, len(record.token_ids) - position),
             "accepted": accepted,

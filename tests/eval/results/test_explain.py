@@ -86,6 +86,21 @@ def test_a_language_that_was_left_out_is_named(make_record):
     assert alone.causes[0].where is None
 
 
+def test_the_script_of_an_answer_tells_a_language_where_no_category_does(make_record):
+    def drafts(text: str, ends: str) -> Drafts:
+        zeros, texts = [0] * len(ends), [text] * (1 + len(ends))
+        return Drafts(prompt_ids=[1], accepted=zeros, ends=ends, probabilities=[0.9] * len(ends), texts=texts)
+
+    answers = [(" word", "mffff" * 6), (" \u0441\u043b\u043e\u0432\u043e", "m" * 30), ("1", "f" * 30)]
+    records = [
+        traced(make_record, ends, accepted=0, drafts=drafts(text, ends), category="chat", prompt_id=text)
+        for text, ends in answers
+    ]
+    (explanation,) = explain(records, {})
+    assert explanation.causes[0].where == "script cyrillic"
+    assert set(explanation.groups("script")["script"]) == {"latin", "cyrillic", "no letters"}
+
+
 def test_a_drafter_that_falls_short_of_its_training_is_said(make_record):
     def doubt(accepted: int, estimate: float | None, template: str | None = None) -> str:
         facts = {"tokens_per_step_estimate": estimate, "chat_template": template}
@@ -157,7 +172,7 @@ def test_a_small_group_in_which_nearly_all_misses_are_is_named_before_a_large_on
             "cause": NOT_IN_VOCABULARY if number < misses else None,
             "category": category,
             "context": context,
-            **dict.fromkeys(("token", "copied", "place", "suite"), "x"),
+            **dict.fromkeys(("token", "copied", "place", "suite", "script"), "x"),
         }
         for category, context, count, misses in groups
         for number in range(count)
