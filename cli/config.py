@@ -222,11 +222,11 @@ class RunConfig:
                 )
             if run.train.mixes_teacher_and_labels and self.distill.label_temperature not in (0, 1):
                 lines.append(TEACHER_TEMPERATURE.format(self.distill.label_temperature))
-        if (rank := run.train.lora_rank) is not None and (start := run.drafter.start_from) is None:
-            lines.append(
-                f"train.lora_rank is {rank}, which changes a trained drafter; set drafter.start_from, or train.lora_rank=null"
-            )
-        elif rank is not None and is_merged(start):
+        start = run.drafter.start_from
+        for key, usual in (("lora_rank", None), ("change_share", 1.0)):
+            if (value := getattr(run.train, key)) != usual and start is None:
+                lines.append(f"train.{key} is {value}, which changes a trained drafter; set drafter.start_from, or leave it out")
+        if run.train.lora_rank is not None and start is not None and is_merged(start):
             lines.append(
                 "drafter.start_from is a low-rank change itself, and train.lora_rank changes a whole drafter; start from its "
                 "base, or set train.lora_rank=null"

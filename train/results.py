@@ -4,12 +4,13 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
 
 from ..data.fields import differences, name_digests
 from ..data.files import finish_replacing, partial_directory, read_dataclass, replacing_directory, sha256_file, write_json
@@ -22,6 +23,7 @@ from ..models.drafters.saved.folder import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     TrainingFacts,
+    record_weights,
     require_recorded_weights,
     write_training_facts,
 )
@@ -200,13 +202,13 @@ def is_trained(config: TrainConfig, run: Mapping[str, Any], output_dir: Path, dr
         return False
     if config.lora_rank is not None and not (drafter_dir / LOW_RANK_DIR / CONFIG_FILE).is_file():
         return False  # the last checkpoint gives it again
-    # If `patience` changed, the last checkpoint and the best drafter give the new results.
+    # If these options changed, the last checkpoint and the best drafter give the new results.
     return summary.drafter_sha256 == _digests(drafter_dir) and summary.end == end_of(config)
 
 
 def end_of(config: TrainConfig) -> dict[str, Any]:
-    """The option that decides how early a run ends."""
-    return {"patience": config.patience}
+    """The options that decide how early a run ends, and how much of its change is saved."""
+    return {"patience": config.patience, **({} if config.change_share == 1 else {"change_share": config.change_share})}
 
 
 def take_over_options(spec: DrafterSpec, output_dir: Path, drafter_dir: Path) -> None:
@@ -265,6 +267,9 @@ def save_results(
         else:
             _copy_best(best, folder, drafter)
             logger.info("the best drafter is that of step %d: %.2f tokens per step", kept.step, kept.tokens_per_step)
+        if config.change_share < 1:
+            assert base is not None, "the configuration has checked it"
+            _keep_share(config.change_share, folder, base, dict(drafter.named_parameters()))
         if config.lora_rank is not None:
             assert base is not None, "the configuration has checked it"
             write_low_rank(folder, base, config.lora_rank, dict(drafter.named_parameters()))
@@ -280,6 +285,15 @@ def save_results(
         run=dict(run),
     )
     write_json(output_dir / SUMMARY_FILE, asdict(summary))
+
+
+def _keep_share(share: float, folder: Path, base: Path, parameters: Collection[str]) -> None:
+    """Move the parameters of the drafter in `folder` back on the line to those of `base` (WiSE-FT, arXiv 2109.01903)."""
+    before, after = (load_file(path / WEIGHTS_FILE) for path in (base, folder))
+    for name in parameters:
+        after[name] = before[name].float().lerp(after[name].float(), share).to(after[name])
+    save_file(after, folder / WEIGHTS_FILE)
+    record_weights(folder)
 
 
 def _copy_best(best: Best, folder: Path, drafter: TrainableDrafter) -> None:

@@ -97,6 +97,28 @@ def test_a_change_that_was_deleted_is_written_again(run_train: RunTrain) -> None
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
+def test_a_share_of_the_change_is_saved_and_another_one_needs_no_training(
+    run_train: RunTrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path / "cache"))
+    base = run_train("base", steps=30)
+    before, start = weights(base.drafter_dir), {"start_from": str(base.drafter_dir)}
+    run = run_train("whole", replace_drafter=start, steps=10)
+    after = weights(run.drafter_dir)
+    for share in (0.25, 1.0):
+        with monkeypatch.context() as patch:
+            patch.setattr("outrider.train.loop._accumulate_gradients", None)  # nothing is trained again
+            run_train("whole", replace_drafter=start, steps=10, change_share=share)
+        for name, tensor in weights(run.drafter_dir).items():
+            torch.testing.assert_close(tensor, before[name] + share * (after[name] - before[name]))
+    assert all(torch.equal(tensor, after[name]) for name, tensor in weights(run.drafter_dir).items())
+    low, half = low_rank_run(run_train, base, steps=10), low_rank_run(run_train, base, "half", steps=10, change_share=0.5)
+    alone = weights(resolve_drafter(half.drafter_dir / "low_rank"))
+    for name, tensor in weights(low.drafter_dir).items():
+        change, halved = tensor - before[name], alone[name] - before[name]
+        torch.testing.assert_close(halved, change / 2, rtol=0.02, atol=float(change.abs().max()) / 100)  # bfloat16
+
+
 def test_a_launch_that_splits_the_state_is_refused() -> None:
     accelerator: Any = SimpleNamespace(distributed_type="FSDP")
     require_whole_weights(TrainConfig(**TRAIN), accelerator)
