@@ -7,15 +7,11 @@ architecture and a drafter can't do together fails here, and not after hours of 
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from accelerate import Accelerator
-from jaxtyping import Int
-from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from tqdm import tqdm
 
 from ..data.collate import text_continuations
@@ -25,8 +21,7 @@ from ..distill.config import DistillConfig
 from ..distill.label.continuations import require_labels
 from ..distill.label.run import label_shard
 from ..models.decoding import GreedyAcceptance, generate
-from ..models.decoding.protocols import Drafter
-from ..models.drafters import NullDrafter, build_drafter
+from ..models.drafters import build_drafter
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.saved.folder import WEIGHTS_FILE
 from ..models.llm.hf_target import HFTarget
@@ -43,11 +38,6 @@ LENGTHS = (11, 8)
 """Tokens of the made texts: of different lengths, as in any batch."""
 PROMPT_TOKENS = 4
 NEW_TOKENS = 4
-GOOD_TOKENS = 2.5
-"""Tokens per step of a good drafter, for the warning about slow drafts: six in ten drafts are right at
-each depth."""
-LEAST_LINEAR = 0.5
-"""Share of a target's weights in linear layers below which its work isn't known by them."""
 FIRST_TOKEN = 3
 RAW_ERRORS = (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, ValueError)
 """Errors that name no remedy. A ValueError of the project is a message, and passes unchanged."""
@@ -100,9 +90,7 @@ def rehearse(runs: Sequence[DrafterRun], labels: DistillConfig | Manifest, targe
         with works_together(eager, run.drafter.kind):
             drafter = build_drafter(run.drafter.in_setting(run.settings[0]), eager)
             rehearse_loss(run, drafter, examples, eager, accelerator)
-            slow = rehearse_decoding(drafter, examples, eager)
-        if slow is not None and accelerator.is_main_process:
-            log.warning("%s: %s", run.drafter_dir, slow)
+            rehearse_decoding(drafter, examples, eager)
         contexts += [] if drafter.context_length is None else [drafter.context_length]
     eager.release_cache()
     return min(contexts)
@@ -161,41 +149,9 @@ def rehearse_loss(
     drafter.zero_grad()
 
 
-def rehearse_decoding(drafter: TrainableDrafter, examples: Sequence[DistilledExample], target: HFTarget) -> str | None:
-    """Decode a few tokens of two prompts, in the target's type, as in an evaluation.
-
-    Returns a warning if a step with drafts reads more weights than its tokens could save; None if
-    it doesn't.
-    """
+def rehearse_decoding(drafter: TrainableDrafter, examples: Sequence[DistilledExample], target: HFTarget) -> None:
+    """Decode a few tokens of two prompts, in the target's type, as in an evaluation."""
     drafter.to(target.dtype).eval().requires_grad_(False)
     prompts = [item.example.input_ids[: PROMPT_TOKENS + row].to(target.device) for row, item in enumerate(examples)]
-    plain, drafted = (reads_per_step(target, proposer, prompts) for proposer in (NullDrafter(), drafter))
-    # Reading weights from files takes longer than any draft.
-    is_known = target.stream is None and plain * target.dtype.itemsize > LEAST_LINEAR * target.weight_bytes
-    if not is_known or drafted <= GOOD_TOKENS * plain:
-        return None
-    steps = drafted / plain
-    return (
-        f"a step with drafts reads as many weights as {steps:.1f} steps of plain decoding, so it is slower below {steps:.1f} "
-        f"tokens per step, and a good drafter makes about {GOOD_TOKENS}. Make it smaller (drafter.draft_vocab_size, and its "
-        "widths), or draft fewer tokens (eval.settings)"
-    )
-
-
-def reads_per_step(target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[Int[torch.Tensor, " _"]]) -> int:
-    """Decode a few tokens. Returns the parameters that a step reads.
-
-    They are those of linear layers, counted as often as a layer is called.
-    """
-    num_reads, most = 0, 0
-
-    def count(module: nn.Module, _: object) -> None:
-        nonlocal num_reads
-        num_reads += module.weight.numel() if isinstance(module, nn.Linear) else 0
-
-    with ExitStack() as stack:
-        stack.callback(register_module_forward_pre_hook(count).remove)
-        for step in generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=NEW_TOKENS):
-            most = most if step.is_prefill else max(most, num_reads)
-            num_reads = 0
-    return most
+    for _ in generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=NEW_TOKENS):
+        pass

@@ -107,11 +107,9 @@ def test_what_an_architecture_cannot_do_is_one_message(architecture, kind, words
         rehearse([run_of(kind, tmp_path)], DistillConfig(), target_of(architecture), accelerator)
 
 
-@pytest.mark.parametrize(("options", "warns"), [({"exit_width": 2000}, True), ({"exit_width": 4, "num_blocks": 0}, False)])
-def test_drafts_that_read_more_weights_than_they_can_save_are_a_warning(options, warns, tmp_path, accelerator, caplog):
+def test_a_rehearsal_says_what_it_tries(tmp_path, accelerator, caplog):
     caplog.set_level("INFO", "outrider")
-    rehearse([run_of("redrafter", tmp_path, **options)], DistillConfig(), target_of("Ministral3"), accelerator)
-    assert ("reads as many weights as" in caplog.text) == warns
+    rehearse([run_of("redrafter", tmp_path)], DistillConfig(), target_of("Ministral3"), accelerator)
     assert "trying the recipe on 19 tokens: labels, and the training and drafts of redrafter" in caplog.text
 
 
