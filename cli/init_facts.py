@@ -14,8 +14,9 @@ from random import Random
 from typing import Any
 
 from ..data.conversations import NO_ANSWER, Conversation, is_unanswered
+from ..data.files import read_json
 from ..data.forms import FORMS, form_of
-from ..data.hub import use_hub, why_offline
+from ..data.hub import use_hub
 from ..data.paths import built_in_templates, looks_like_path
 from ..data.raw_records import SUFFIXES, SURE_SUFFIXES, line_of_record, load_records, local_files
 from ..data.sources import PromptOverlap, describe_drops, has_records
@@ -39,7 +40,8 @@ CHECKED_BYTES = 1 << 16
 """Bytes of a text file that are checked to be text."""
 LENGTH_MARGIN = 16
 """Positions that are kept free for the labels after a text."""
-
+READ_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""Files of a target that are read."""
 
 SIZES = {
     "hidden_size": ("n_embd", "n_embed", "d_model"),
@@ -131,10 +133,9 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
         from ..models.llm.gguf_files import folder_of  # imports torch
 
         target = folder_of(target)
-    if looks_like_path(target) and not Path(target).is_dir():
-        raise ValueError(f"target is {target!r}, and there is no such directory; give one with config.json, or a Hub id")
-    config = _read_json(target, "config.json")
-    if config is None:
+    folder = _folder_of(target)
+    config = _read_json(folder / "config.json")
+    if not config:
         raise ValueError(f"target is {target!r}, which has no config.json; give a model's directory or its Hub id")
     config |= config.get("text_config") or {}
     config |= {name: size for name in SIZES if (size := _size(config, name)) is not None}
@@ -146,7 +147,7 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
     # 2. Describe it for the recipe.
     model_type = str(config.get("model_type", "model"))
     positions = config.get("max_position_embeddings") or 2 * MAX_LENGTH
-    template, reason, text = _chat_template(target, chat_template)
+    template, reason, text = _chat_template(target, folder, chat_template)
     return TargetFacts(
         name_or_path=str(Path(name).resolve()) if Path(name).exists() else name,
         description=f"{model_type}: {config['num_hidden_layers']} layers of width "
@@ -157,7 +158,7 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
         vocab_size=config["vocab_size"],
         positions=positions,
         layer_parameters=_layer_parameters(config),
-        unused_token=_unused_token(target, config["vocab_size"]),
+        unused_token=_unused_token(folder, config["vocab_size"]),
         chat_template=template,
         template_reason=reason,
         template_options=sorted(template_options(text)),
@@ -195,9 +196,9 @@ def _layer_parameters(config: dict[str, Any]) -> int:
     return hidden * (2 * heads * head_size + 2 * kv_size + 3 * (config.get("intermediate_size") or 4 * hidden))
 
 
-def _unused_token(target: str, vocab_size: int) -> int:
+def _unused_token(folder: Path, vocab_size: int) -> int:
     """Return the first id after the tokenizer's tokens, or its last special token."""
-    tokenizer = _read_json(target, "tokenizer.json") or {}
+    tokenizer = _read_json(folder / "tokenizer.json")
     vocabulary, added = (tokenizer.get("model") or {}).get("vocab") or [], tokenizer.get("added_tokens") or []
     num_tokens = max([len(vocabulary), *(token["id"] + 1 for token in added)])
     if num_tokens < vocab_size:
@@ -205,7 +206,7 @@ def _unused_token(target: str, vocab_size: int) -> int:
     return max((token["id"] for token in added if token.get("special")), default=vocab_size - 1)
 
 
-def _chat_template(target: str, chat_template: str | None) -> tuple[str | None, str, str]:
+def _chat_template(target: str, folder: Path, chat_template: str | None) -> tuple[str | None, str, str]:
     """Return the value of data.chat_template, its reason as a comment, and the template's text.
 
     Raises ValueError if the tokenizer has no template and none is given.
@@ -213,13 +214,9 @@ def _chat_template(target: str, chat_template: str | None) -> tuple[str | None, 
     if chat_template in built_in_templates():
         return chat_template, "a template that ships with outrider", read_template(chat_template)
     if chat_template is not None:
-        if not Path(chat_template).is_file():
-            names = ", ".join(built_in_templates())
-            raise ValueError(f"chat_template is {chat_template!r}; give a .jinja file, or one of {names}")
         return str(Path(chat_template).resolve()), "replaces the tokenizer's template", read_template(chat_template)
-    template = _read(target, "chat_template.jinja")
-    if template is None:
-        template = (_read_json(target, "tokenizer_config.json") or {}).get("chat_template")
+    file = folder / "chat_template.jinja"
+    template = read_template(str(file)) if file.is_file() else _read_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):  # of several templates, each with its name
         named = {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
         template = named.get("default")
@@ -233,40 +230,30 @@ def _chat_template(target: str, chat_template: str | None) -> tuple[str | None, 
     )
 
 
-def _read_json(target: str, name: str) -> dict[str, Any] | None:
-    """Read a JSON object from a file of the target; None if there is no such file."""
-    text = _read(target, name)
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"the {name} of {target} is not JSON ({error}); copy or download it again") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"the {name} of {target} is not a JSON object; copy or download it again")
-    return value
+def _folder_of(target: str) -> Path:
+    """Return the folder of a target's configuration and tokenizer, which are downloaded if it is on the Hub.
 
-
-def _read(target: str, name: str) -> str | None:
-    """Read a file of the target from its directory, the Hub's cache or the Hub.
-
-    Returns None if the target has no such file.
+    Raises ValueError if there is no such target.
     """
     if Path(target).is_dir():
-        path = Path(target) / name
-        return path.read_text(encoding="utf-8") if path.is_file() else None
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+        return Path(target)
+    if looks_like_path(target):
+        raise ValueError(f"target is {target!r}, and there is no such directory; give one with config.json, or a Hub id")
+    from huggingface_hub import snapshot_download
 
-    is_online = use_hub()
-    try:
-        return Path(hf_hub_download(target, name, local_files_only=not is_online)).read_text(encoding="utf-8")
-    except EntryNotFoundError as error:
-        if is_online or name != "config.json":
-            return None
-        raise ValueError(f"target is {target!r}: it is neither a directory nor in the cache, and {why_offline()}") from error
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
-        raise ValueError(f"target is {target!r}, which is no directory, and the Hub raises: {error}") from error
+    from ..models.drafters.saved.download import telling_hub_errors  # imports torch
+
+    use_hub()
+    with telling_hub_errors(target):
+        return Path(snapshot_download(target, allow_patterns=[*READ_FILES]))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; empty if there is no such file."""
+    value = read_json(path) if path.is_file() else {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is not a JSON object; copy or download it again")
+    return value
 
 
 def read_data_facts(path: Path, max_chars: int) -> DataFacts:
