@@ -154,19 +154,7 @@ def verdict(tuning: "Tuning", batch_size: int, name_of: NameOf) -> str:
         summary = f"speculation is off: {reason}"
     else:
         summary = f"{name_of(choice.setting)}, {choice.speedup:.2f}x of plain decoding"
-    return f"Batches of {batch_size}: {summary}{_check_of_pace(tuning, batch_size, name_of)}"
-
-
-def _check_of_pace(tuning: "Tuning", batch_size: int, name_of: NameOf) -> str:
-    """Compare drafting by expected gain with the best fixed setting, if both are finalists."""
-    drafting = _finals(tuning, batch_size)[1:]
-    paced = [speed for speed in drafting if speed.setting and speed.setting.get("pace") == "expected"]
-    fixed = [speed for speed in drafting if speed not in paced]
-    if not paced or not fixed:
-        return ""
-    best, best_fixed = (max(speeds, key=lambda speed: speed.tokens_per_second) for speeds in (paced, fixed))
-    ratio = best.tokens_per_second / best_fixed.tokens_per_second
-    return f". Drafting by expected gain has {ratio:.2f}x the speed of the best fixed setting ({name_of(best_fixed.setting)})"
+    return f"Batches of {batch_size}: {summary}"
 
 
 def _finals(tuning: "Tuning", batch_size: int) -> "list[Speed]":
