@@ -13,10 +13,9 @@ from typing import Any, TypeVar, get_type_hints
 from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
 from ..data.fields import OPTIONS, problems_of
-from ..data.paths import expand_home, require_paths
+from ..data.paths import expand_home
 from .command_line import CommandLine, read_command_line
 from .describe import sections_of
-from .inputs import local_paths
 
 T = TypeVar("T")
 
@@ -24,21 +23,14 @@ T = TypeVar("T")
 def build(cls: type[T], values: Mapping[str, Any], problems: Sequence[str] = ()) -> T:
     """Return the configuration that these values make.
 
-    Raises one ValueError with `problems`, with all unknown keys, wrong and missing values, and with all
-    missing files, unless NAMES_FILES of the class is false: its options have other meanings. What
+    Raises one ValueError with `problems`, and with all unknown keys, wrong and missing values. What
     depends on several sections is checked after that: it may load torch.
     """
     described: type = cls  # for mypy, a type[T] has no hash
     values = expand_home({name: {} for name in sections_of(described) if name} | dict(values))
     # 1. Each field alone.
-    report = [*problems, *field_problems(described, values)]
-    messages = [problem_report(report)] if report else []
-    try:
-        require_paths(local_paths(values) if getattr(cls, "NAMES_FILES", True) else ())
-    except ValueError as error:
-        messages.append(str(error))
-    if messages:
-        raise ValueError("\n".join(messages))
+    if report := [*problems, *field_problems(described, values)]:
+        raise ValueError(problem_report(report))
 
     # 2. The whole.
     try:

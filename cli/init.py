@@ -67,7 +67,6 @@ class InitOptions:
     """A .jinja file or a template's name, if the target's tokenizer has no template."""
 
     POSITIONAL: ClassVar = ("recipe",)
-    NAMES_FILES: ClassVar = False  # the drafter is a kind, and init itself checks the others
 
 
 def init_command(options: InitOptions) -> None:

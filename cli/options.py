@@ -10,6 +10,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from ..data.fields import OPTIONS, NumThreads, raise_problems
+from ..data.template_options import read_template
 from ..eval.config import stage_problems
 from ..models.llm.config import TargetConfig
 from .errors import silence_bars
@@ -38,6 +39,8 @@ class TargetOptions:
         """Load the target with its chat template, as `load_chosen_target` does."""
         from ..data.chat import use_chat_template
 
+        if self.chat_template is not None:
+            read_template(self.chat_template)  # a missing file is an error before the weights are read
         target = load_chosen_target(self.target)
         use_chat_template(target.tokenizer, self.chat_template, self.template_options)
         return target

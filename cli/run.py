@@ -28,6 +28,7 @@ from ..data.manifest import MANIFEST_FILE, Manifest
 from ..data.shards import label_store
 from ..data.sources import PromptOverlap, require_data
 from ..data.suites import PromptSet
+from ..data.template_options import read_template
 from ..distill.config import DistillConfig
 from ..distill.label.features import require_features
 from ..distill.label.run import distill
@@ -307,12 +308,12 @@ def require_inputs(config: RunConfig, *, plan: bool = False) -> None:
     """Check the data, the prompts, and earlier stages' files before the target is loaded."""
     if "distill" in config.stages:
         require_data(config.data)
+    if config.data.chat_template is not None:
+        read_template(config.data.chat_template)
     if plan:
         return  # a plan doesn't need the files of earlier stages
-    if "distill" in config.stages and config.distill.is_served:
-        require_client()
-    if "distill" in config.stages and config.distill.drafter is not None:
-        parse_drafter_name(config.distill.drafter).configs(config.distill.drafter_settings)
+    if "distill" in config.stages:
+        _require_distillable(config)
     for drafter in config.drafter_runs() if "train" in config.stages else ():
         require_tracker(drafter.train)
     if "train" in config.stages and "distill" not in config.stages:
@@ -325,6 +326,15 @@ def require_inputs(config: RunConfig, *, plan: bool = False) -> None:
     if "export" in config.stages:
         for drafter in config.drafter_runs() if "train" not in config.stages else ():
             read_drafter_config(drafter.drafter_dir)
+
+
+def _require_distillable(config: RunConfig) -> None:
+    """Check what the distillation reads besides the data: prompts to leave out, a server's client, a drafter."""
+    prompt_overlap(config)
+    if config.distill.is_served:
+        require_client()
+    if config.distill.drafter is not None:
+        parse_drafter_name(config.distill.drafter).configs(config.distill.drafter_settings)
 
 
 def describe_kept(config: RunConfig) -> str:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..data.fields import OPTIONS, PositiveInt
-from ..data.paths import folders_of
+from ..data.paths import folders_of, looks_like_path
 from ..eval.config import EvalConfig
 from .errors import starts_again
 from .options import BY_MACHINE, TargetOptions, cpu_threads, require_used, with_limit
@@ -75,7 +75,7 @@ def tune_command(options: TuneOptions) -> None:
     # 1. Check what doesn't need the target.
     config, output = with_limit(options.eval, options.limit), options.output
     for part in folders_of(options.drafter) if options.write else ():
-        if not Path(part).is_dir() and HUB_ID.fullmatch(part):
+        if not Path(part).is_dir() and not looks_like_path(part) and HUB_ID.fullmatch(part):
             raise ValueError(
                 f"drafter is {options.drafter}, which is on the Hub, and the choice is written to the drafter's directory; run "
                 f"`outrider pull {part} --output DIR` and tune DIR, or add --no-write"

@@ -1,12 +1,10 @@
-"""Names of drafters, and local files and folders, as options have them. Loads no torch.
+"""Names of drafters, and of local files and folders, as options have them. Loads no torch.
 
 A drafter is a folder, a name on the Hub, a training-free drafter, a model of transformers that drafts
 as it is (`draft_model:DIR`), or several of these joined by `+`: `outputs/demo/drafter+suffix+recycling`.
-All missing paths are reported together, before any long work.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -57,11 +55,6 @@ def folders_of(name: str | Path) -> list[str]:
     ]
 
 
-def models_of(name: str | Path) -> list[str]:
-    """Return the models that draft as they are: folders, or names on the Hub."""
-    return [] if isinstance(name, Path) else [model for part in split_name(name) if (model := model_of(part)) is not None]
-
-
 def repeated_names(names: Iterable[str]) -> list[str]:
     """Return the names that occur more than once, each once."""
     names = list(names)
@@ -80,23 +73,6 @@ TEMPLATES = Path(__file__).parent / "templates"
 """Chat templates that ship with outrider."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedPath:
-    """The value of an option, and a description of valid values."""
-
-    option: str
-    value: str
-    expected: str
-    """For example "a directory with config.json, or a Hub id (owner/name)"."""
-    is_local: bool = False
-    """Whether it can only be a local path, whatever it looks like."""
-
-    @property
-    def is_missing(self) -> bool:
-        """Whether it is a local path, and nothing is there."""
-        return (self.is_local or looks_like_path(self.value)) and not Path(self.value).exists()
-
-
 def looks_like_path(value: str) -> bool:
     """Return whether a value is a local path, not an id of the Hub.
 
@@ -111,16 +87,6 @@ def looks_like_path(value: str) -> bool:
 def built_in_templates() -> list[str]:
     """Return the names of the chat templates that ship with outrider."""
     return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
-
-
-def require_paths(paths: Iterable[NamedPath]) -> None:
-    """Raise one ValueError that lists all missing local paths; doesn't use the network."""
-    missing = [path for path in paths if path.is_missing]
-    if not missing:
-        return
-    lines = [f"  - {path.option} is {path.value!r}; give {path.expected}" for path in missing]
-    noun = "path doesn't exist" if len(missing) == 1 else "paths don't exist"
-    raise ValueError("\n".join([f"{len(missing)} {noun} (looked up from {Path.cwd()}):", *lines]))
 
 
 def expand_home(value: Any) -> Any:

@@ -96,9 +96,7 @@ def check_outrider(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
         prepare_files(line.own)
         compose.compose(line).require_options()
         return
-    with monkeypatch.context() as patched:
-        patched.setattr(build, "require_paths", lambda paths: list(paths))
-        _, line = build.build_options(get_type_hints(function_of(name))["options"], rest)
+    _, line = build.build_options(get_type_hints(function_of(name))["options"], rest)
     check_launch_options(line)
 
 

@@ -1,4 +1,4 @@
-"""Which values are local paths, and how those that are missing are listed."""
+"""Which values are local paths, and names of drafters."""
 
 from pathlib import Path
 
@@ -6,13 +6,10 @@ import pytest
 
 from outrider.data.paths import (
     TRAINING_FREE_NAMES,
-    NamedPath,
     expand_home,
     folders_of,
     looks_like_path,
-    models_of,
     nearest_name,
-    require_paths,
     split_name,
 )
 from outrider.models.drafters.registry import TRAINING_FREE
@@ -26,23 +23,6 @@ def test_a_path_is_never_asked_of_the_hub(value: str) -> None:
 @pytest.mark.parametrize("value", ["gpt2", "owner/name", "owner/name-1.5", "light", "package:a==1/b/c.gguf"])
 def test_a_name_may_be_the_hubs(value: str) -> None:
     assert not looks_like_path(value)
-
-
-def test_all_missing_paths_are_listed_at_once(tmp_path: Path) -> None:
-    present = tmp_path / "a.jsonl"
-    present.touch()
-    paths = [
-        NamedPath(option="data.path", value=str(present), expected="a file"),
-        NamedPath(option="target.name_or_path", value="owner/name", expected="a model"),
-        NamedPath(option="eval.suites[0].path", value="nowhere.jsonl", expected="a file"),
-        NamedPath(option="distill.drafter", value="~/nowhere", expected="a folder"),
-        NamedPath(option="certificate", value="nowhere", expected="a certificate", is_local=True),
-    ]
-    with pytest.raises(ValueError, match="3 paths don't exist") as error:
-        require_paths(paths)
-    lines = str(error.value).splitlines()[1:]
-    assert [line.split(" is ")[0].strip(" -") for line in lines] == [path.option for path in paths[2:]]
-    require_paths(paths[:2])
 
 
 def test_the_home_directory_is_filled_in_wherever_a_path_may_be() -> None:
@@ -89,9 +69,7 @@ def test_a_model_is_named_by_its_prefix(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "a+b").mkdir()
     name = "draft_model:a+b+suffix+outputs/c+draft_model:user/d@v1"
     assert split_name(name) == ["draft_model:a+b", "suffix", "outputs/c", "draft_model:user/d@v1"]
-    assert models_of(name) == ["a+b", "user/d@v1"]
     assert folders_of(name) == ["outputs/c"]
-    assert models_of(Path("draft_model:a")) == []
     with pytest.raises(ValueError, match="names no model; give draft_model:DIR"):
         split_name("draft_model:+suffix")
 

@@ -89,7 +89,7 @@ def test_mistakes_are_errors_before_the_target_is_loaded(command, tmp_path, monk
         "unknown suite 'mt_bunch'": ["--suite", "mt_bunch"],
         "holds no drafter": ["--drafter", str(empty)],
         "empty": ["--suite", f"{{name: alpaca_eval, path: {tmp_path / 'empty.jsonl'}}}"],
-        "doesn't exist": ["--suite", f"{{name: alpaca_eval, path: {tmp_path / 'nowhere.jsonl'}}}"],
+        "does not exist": ["--suite", f"{{name: alpaca_eval, path: {tmp_path / 'nowhere.jsonl'}}}"],
         "beam_width=0: must be above 0": ["--setting", "{beam_width: 0}"],
         "the drafter redrafter has no option depth": ["--setting", "{depth: 5}"],
         "bad.jsonl, line 3: not a prompt of bad": ["--suite", str(tmp_path / "bad.jsonl")],
