@@ -128,25 +128,12 @@ class EvalConfig:
         problems += _repeated_suites(self.suites)
         if self.acceptance == "typical" and not any(self.temperatures):
             problems.append("acceptance is typical, which needs a temperature above 0; add one, or set acceptance to exact")
-        if self.decode != SYNCHRONOUS:
-            problems += self._pipelined_problems()
-        raise_problems(problems)
-
-    def _pipelined_problems(self) -> list[str]:
-        """List options that pipelined decoding doesn't work with."""
-        problems = []
-        remedy = f"or decode={SYNCHRONOUS}"
-        if self.batch_sizes != [1]:
-            problems.append(
-                f"decode is {self.decode}, which decodes one prompt at a time, and batch_sizes is {self.batch_sizes}; set "
-                f"batch_sizes=[1], {remedy}"
-            )
-        if self.acceptance == "typical":
+        if self.decode != SYNCHRONOUS and self.acceptance == "typical":
             problems.append(
                 f"decode is {self.decode}, where drafts depend on the clock, and acceptance is typical, where answers depend "
-                f"on drafts; set acceptance=exact, {remedy}"
+                f"on drafts; set acceptance=exact, or decode={SYNCHRONOUS}"
             )
-        return problems
+        raise_problems(problems)
 
 
 def stage_problems(config: EvalConfig, stage_layers: Sequence[int] | None, kinds: Collection[str] = ()) -> list[str]:
