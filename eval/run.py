@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ..models.drafters.saved.loading import LoadedDrafter, trained_parts
 from ..models.drafters.saved.parts import DrafterParts
 from ..models.llm.hf_target import HFTarget
 from .audited import audit_answers
-from .config import EvalConfig, SuiteConfig, stage_problems
+from .config import EvalConfig, stage_problems
 from .measure.bench import Bench
 from .measure.environment import (
     budget_facts,
@@ -38,7 +38,7 @@ from .measure.methods import (
     methods_by_place,
     recorded_methods,
 )
-from .measure.plan import Plan, Texts, no_prompt_fits
+from .measure.plan import Plan, Texts, require_room
 from .records.names import AUDITS_FILE, FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .records.records import EvalRecord, RecordFile, group_name
 from .records.run_files import RECORDED_OPTIONS, DrafterFacts, Environment, Facts, RunInfo, read_info, write_info
@@ -81,6 +81,8 @@ def evaluate(
     specs = method_specs(config, drafters, settings, tuned)
     with ExitStack() as stack:
         loaded = load_drafters(specs, target)
+        limit = context_length(target, loaded.values())
+        require_room(config, suites, tokenizer, limit)
         warn_of_templates(specs, tokenizer)
         # 2. Start or resume the run's folder. A resumed run computes linear layers as its first process did.
         parts = [part for drafter in loaded.values() for part in trained_parts(drafter)]
@@ -91,7 +93,6 @@ def evaluate(
         file = stack.enter_context(RecordFile(output_dir / RECORDS_FILE))
         require_own_records(file, info)
         # 3. Measure the answers that the records lack.
-        limit = context_length(target, loaded.values())
         texts = Texts(tokenizer=tokenizer, config=config, device=target.device, context_length=limit, records=file.records)
         methods = methods_by_place(config, specs, loaded, target)
         bench = Bench(
@@ -104,7 +105,7 @@ def evaluate(
             recorded_environment=info.environment,
         )
         bench.measure()
-        records = complete(file.records.values(), bench.out_of_memory, bench.without_profile)
+        records = complete(file.records.values(), bench.out_of_memory)
         check_measured(bench, records, suites)
         # 4. Audit answers that differ from the baseline's.
         by_method = {name: drafter_facts(drafter, specs[name].parts) for name, drafter in loaded.items()}
@@ -129,7 +130,6 @@ def audited_facts(
         num_turns={suite.name: sum(len(prompt.turns) for prompt in suite.prompts) for suite in suites},
         audits=audited,
         out_of_memory=bench.out_of_memory,
-        without_profile=bench.without_profile,
         unaudited=unaudited,
         budget=budget_facts(bench.target),
     )
@@ -184,12 +184,8 @@ def load_suites(config: EvalConfig) -> list[PromptSet]:
     if unreadable:
         problems = "; ".join(unreadable.values())
         # A file that can't be read and an unknown name have other remedies, which the problems state.
-        remote = [
-            chosen.name
-            for chosen in config.suites
-            if chosen.name in unreadable and chosen.path is None and chosen.name in SUITE_NAMES
-        ]
-        raise ValueError(f"{problems}. Give local files: {with_files(config.suites, remote)}" if remote else problems)
+        is_remote = any(one.name in unreadable and one.path is None and one.name in SUITE_NAMES for one in config.suites)
+        raise ValueError(f"{problems}. Give local files: eval.suites=[{{name: NAME, path: FILE}}]" if is_remote else problems)
     # 2. Check that each has enough prompts.
     for suite in suites:
         if not suite.prompts:
@@ -200,21 +196,6 @@ def load_suites(config: EvalConfig) -> list[PromptSet]:
                 "batch would be full; raise the suite's limit, or lower the batch size"
             )
     return suites
-
-
-def with_files(suites: Sequence[SuiteConfig], names: Collection[str]) -> str:
-    """Format the option eval.suites with a local file for each suite of `names`.
-
-    The text is as a user would type it, for example `eval.suites=[{name: mt_bench, path: FILE,
-    limit: 10}, {name: stdlib}]`.
-    """
-    items = []
-    for suite in suites:
-        options = {name: value for name, value in dataclasses.asdict(suite).items() if value is not None}
-        if suite.name in names:
-            options = {"name": suite.name, "path": "FILE", **{k: v for k, v in options.items() if k == "limit"}}
-        items.append("{" + ", ".join(f"{name}: {value}" for name, value in options.items()) + "}")
-    return f"eval.suites=[{', '.join(items)}]"
 
 
 def recorded_config(
@@ -287,10 +268,7 @@ def require_own_records(file: RecordFile, info: RunInfo) -> None:
 
 
 def check_measured(bench: Bench, records: Sequence[EvalRecord], suites: Sequence[PromptSet]) -> None:
-    """Warn of each suite whose prompts all exceed the context window.
-
-    Raises ValueError if no prompt of any suite fits, and if nothing fits into memory.
-    """
+    """Warn of each suite whose prompts all exceed the context window. Raises ValueError if nothing fits into memory."""
     measured = {record.suite for record in records} | {missing.suite for missing in bench.out_of_memory}
     if bench.out_of_memory and not records:
         raise ValueError(
@@ -298,8 +276,6 @@ def check_measured(bench: Bench, records: Sequence[EvalRecord], suites: Sequence
             f"size ({', '.join(map(str, bench.config.batch_sizes))}), so nothing was measured; lower the batch size or "
             "max_new_tokens, or load the target in a narrower type (dtype, target.quantization) or on a larger device"
         )
-    if not measured:
-        raise no_prompt_fits(suites, bench.config.max_new_tokens, bench.texts.context_length)
     for suite in suites:
         if suite.name not in measured:
             logger.warning("no prompt of %s fits the context window: the table has no row for it", suite.name)

@@ -52,9 +52,6 @@ class Bench:
     out_of_memory: list[OutOfMemory] = field(default_factory=list)
     """Methods that ran out of memory. This run doesn't try them again. Where plain decoding doesn't
     fit, there is no baseline, so all methods are listed."""
-    without_profile: list[OutOfMemory] = field(default_factory=list)
-    """Methods that fit with the phase timers off but not with them on. Their figures stay, and
-    their profile isn't tried again."""
 
     @property
     def config(self) -> EvalConfig:
@@ -200,24 +197,16 @@ class Bench:
         return longest
 
     def _fits(self, job: Job) -> bool:
-        """Check that a job's method (if it is profiled, also its profile) has not run out of memory."""
-        failures = [*self.out_of_memory, *(self.without_profile if job.profiled else ())]
-        return job.out_of_memory(job.method).cell not in {failure.cell for failure in failures}
+        """Check that a job's method has not run out of memory."""
+        return job.out_of_memory(job.method).cell not in {failure.cell for failure in self.out_of_memory}
 
     def _leave_out(self, job: Job) -> None:
         """Record which method ran out of memory; plain decoding takes all methods with it.
 
-        Profiles come after all other answers. So a failure in their pass costs only the method's
-        profile.
+        A profile comes after all other answers, and a failure costs only this profile.
         """
         if job.profiled:
-            logger.warning(
-                "%s ran out of memory on %s when it was profiled: its row has no time split, and %s; all other figures stay",
-                job.method.name,
-                job.place,
-                "no row there has a ceiling" if job.method.name == BASELINE else "its row has no ceiling",
-            )
-            self.without_profile.append(job.out_of_memory(job.method))
+            logger.warning("%s ran out of memory on %s when it was profiled", job.method.name, job.place)
         elif job.method.name == BASELINE:
             logger.warning(
                 "plain decoding ran out of memory on %s: without it no method has a speedup, so none is measured there; lower "

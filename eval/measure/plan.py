@@ -64,15 +64,10 @@ def require_room(config: EvalConfig, suites: Sequence[PromptSet], tokenizer: Any
         for prompt in suite.prompts
     )
     if not any(length + config.max_new_tokens <= context_length for length in lengths):
-        raise no_prompt_fits(suites, config.max_new_tokens, context_length)
-
-
-def no_prompt_fits(suites: Sequence[PromptSet], max_new_tokens: int, context_length: int) -> ValueError:
-    """Return the error for an evaluation that would measure nothing."""
-    return ValueError(
-        f"no prompt of {', '.join(suite.name for suite in suites)} fits the context window of {context_length} tokens together "
-        f"with {max_new_tokens} new ones; lower max_new_tokens"
-    )
+        raise ValueError(
+            f"no prompt of {', '.join(suite.name for suite in suites)} fits the context window of {context_length} tokens "
+            f"together with {config.max_new_tokens} new ones; lower max_new_tokens"
+        )
 
 
 def answer_seed(seed: int, suite: str, prompt_id: str, turn: int) -> int:

@@ -242,9 +242,6 @@ class Facts:
     """Audits of the answers that noise may explain, by `EvalRecord.answer_digest`."""
     out_of_memory: list[OutOfMemory]
     """Methods that ran out of memory, in the order in which it happened."""
-    without_profile: list[OutOfMemory]
-    """Methods that ran out of memory with the phase timers on, after all their figures were
-    measured."""
     unaudited: list[str]
     """Answers whose audit ran out of memory, by `EvalRecord.answer_digest`; they are not proven."""
     budget: BudgetFacts | None

@@ -203,20 +203,15 @@ def _conditions(source: EvalRecord | OutOfMemory, info: RunInfo, facts: Facts) -
     }
 
 
-def complete(
-    records: Iterable[EvalRecord], out_of_memory: Iterable[OutOfMemory], without_profile: Iterable[OutOfMemory] = ()
-) -> list[EvalRecord]:
-    """Select the records of methods that did not run out of memory.
-
-    A method that ran out of memory only in its profile loses only its profiled records.
-    """
-    left_out, unprofiled = ({failure.cell for failure in failures} for failures in (out_of_memory, without_profile))
-    return [record for record in records if record.cell not in left_out and not (record.profiled and record.cell in unprofiled)]
+def complete(records: Iterable[EvalRecord], out_of_memory: Iterable[OutOfMemory]) -> list[EvalRecord]:
+    """Select the records of methods that did not run out of memory."""
+    left_out = {failure.cell for failure in out_of_memory}
+    return [record for record in records if record.cell not in left_out]
 
 
 def rows_of(records: Iterable[EvalRecord], info: RunInfo, facts: Facts) -> list[Row]:
     """Build the rows of a run from its records."""
-    records = complete(records, facts.out_of_memory, facts.without_profile)
+    records = complete(records, facts.out_of_memory)
     return build_rows(records, judged(records, info.dtype, facts.audits, facts.unaudited), info, facts)
 
 

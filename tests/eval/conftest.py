@@ -71,7 +71,7 @@ def info_of(
 def facts_of(records: Sequence[EvalRecord], **changes: Any) -> Facts:
     """Return facts of a run without skipped turns, audits and failures."""
     num_turns = Counter(record.suite for record in {r.key[:3]: r for r in records}.values())
-    nothing: dict[str, Any] = {"audits": {}, "out_of_memory": [], "without_profile": [], "unaudited": [], "budget": None}
+    nothing: dict[str, Any] = {"audits": {}, "out_of_memory": [], "unaudited": [], "budget": None}
     return Facts(**{"drafters": {}, "num_turns": num_turns, **nothing, **changes})
 
 

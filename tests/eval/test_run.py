@@ -531,36 +531,21 @@ def test_an_error_that_is_not_of_memory_ends_the_evaluation(run_tiny, tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", ["baseline", "redrafter"])
-def test_an_out_of_memory_error_in_a_profile_loses_only_the_profile(lost, run_tiny, tmp_path, monkeypatch, caplog):
-    """Its second batch is too large, after two warm-ups, the answers and the first profile, which isn't shown either."""
-    num_nodes = {"baseline": 0, "redrafter": 6}[lost]
+def test_an_out_of_memory_error_in_a_profile_loses_only_this_profile(run_tiny, tmp_path, monkeypatch, caplog):
+    """The second batch is too large, after two warm-ups, the answers and the first profile."""
     tried: list[int] = []
 
     def is_too_large(drafter: Any, prompts: Sequence[torch.Tensor]) -> bool:
-        return drafter.max_nodes == num_nodes and (tried.append(1) or len(tried) > 2 + NUM_TURNS + 1)
+        return drafter.max_nodes == 6 and (tried.append(1) or len(tried) > 2 + NUM_TURNS + 1)
 
     run_out_of_memory(monkeypatch, is_too_large, timed_only=True)
     rows = run_tiny(tmp_path / "eval")
-    assert f"{lost} ran out of memory on mt_bench (temperature 0, batch size 1) when it was profiled" in caplog.text
-    assert [row["method"] for row in rows if row["time_split"] is None] == [lost]
-    with_ceiling = {row["method"] for row in rows if row["ceiling"] is not None}
-    assert with_ceiling == (set() if lost == "baseline" else {"redrafter beam_width=1"})
+    assert "redrafter ran out of memory on mt_bench (temperature 0, batch size 1) when it was profiled" in caplog.text
     for row in rows:
         assert (row["out_of_memory"], row["lossless"], row["num_turns"]) == (False, True, NUM_TURNS)
-        assert row["speedup"] is not None
-    facts = json.loads((tmp_path / "eval" / "facts.json").read_text())
-    assert facts["out_of_memory"] == []
-    assert [missing["method"] for missing in facts["without_profile"]] == [lost]
-    assert len([record for record in read(tmp_path / "eval") if record.profiled and record.method == lost]) == 1
-    table = (tmp_path / "eval" / "table.md").read_text()
-    (line,) = [line for line in table.splitlines() if f"| {names_of(tmp_path / 'eval')[lost]} |" in line]
-    assert " - |" in line
-    write_report([tmp_path / "eval"], tmp_path / "report")
-
-    monkeypatch.undo()
-    again = run_tiny(tmp_path / "eval")
-    assert all(row["time_split"] is not None for row in again), "the same command profiles the rest"
+        assert None not in (row["speedup"], row["time_split"])
+    assert json.loads((tmp_path / "eval" / "facts.json").read_text())["out_of_memory"] == []
+    assert len([record for record in read(tmp_path / "eval") if record.profiled and record.method == "redrafter"]) == 1
 
 
 @pytest.fixture
