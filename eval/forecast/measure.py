@@ -22,6 +22,7 @@ from ...models.decoding.types import Prompts, Step
 from ...models.drafters import NullDrafter
 from ...models.llm.hf_target import HFTarget
 from ...models.machine import synchronize
+from ..measure.timing import time_generation
 from ..measure.trace import Watched
 
 logger = logging.getLogger(__name__)
@@ -93,20 +94,15 @@ def decode(
     done: Callable[[int], object] = lambda count: None,
 ) -> list[Steps]:
     """Answer the prompts in batches. Returns the tokens, steps and seconds of each; `done` is told of each batch."""
-    answered = []
+    answered = list[Steps]()
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": target.stop_ids}
     for start in range(0, len(prompts), batch_size):
-        batch = prompts[start : start + batch_size]
-        tokens, steps, began = [0] * len(batch), [0] * len(batch), 0.0
-        for step in _generate(target, drafter, rule, batch, range(start, start + len(batch)), max_new_tokens):
-            if step.is_prefill:
-                began = _now(target)
-                continue
-            for row, new in zip(step.rows, step.tokens, strict=True):
-                tokens[row] += len(new)
-                steps[row] += 1
-        seconds = _now(target) - began
-        answered += [Steps(tokens=new, steps=count, seconds=seconds) for new, count in zip(tokens, steps, strict=True)]
-        done(len(batch))
+        ids = [prompt.input_ids for prompt in prompts[start : start + batch_size]]
+        generation = time_generation(target, drafter, rule, ids, seeds=range(start, start + len(ids)), **options)
+        for answer in map(generation.answer, range(len(ids))):
+            tokens, steps = len(answer.token_ids) - 1, sum(answer.accepted_histogram)
+            answered.append(Steps(tokens=tokens, steps=steps, seconds=generation.decode_seconds))
+        done(len(ids))
     return answered
 
 
@@ -129,11 +125,6 @@ def in_turns(
         plain += decode(target, NullDrafter(), rule, [prompt], **options) if is_timed else []
         drafted += decode(target, drafter, rule, [prompt], **options, done=done)
     return plain, drafted
-
-
-def _now(target: HFTarget) -> float:
-    synchronize(target.device)
-    return time.perf_counter()
 
 
 def _generate(
@@ -257,7 +248,8 @@ def _time_turn(
     wall, drafted = list[float](), list[float]()
     last = time.perf_counter()
     for step in islice(stream, 1 + WARM_UP_STEPS + (UNEVEN_STEPS if is_uneven else TIMED_STEPS)):
-        now = _now(target)
+        synchronize(target.device)
+        now = time.perf_counter()
         if len(step.rows) < len(batch):
             break
         wall.append(now - last)
