@@ -170,9 +170,8 @@ class EvalRecord:
     runs: Runs | None
     """Counts of the target's passes; None for a target without stages."""
     tree_tokens: Any = None
-    """Counts that earlier versions recorded; nothing reads them."""
-    drawn: bool = False
-    """Whether the drafter drew its draft tokens at random, as those of earlier versions could."""
+    drawn: Any = None
+    """What earlier versions recorded; nothing reads it."""
     drafts: Drafts | None = None
     """Every step of the answer, decoded once more; only in profiled answers with a drafter."""
 
@@ -243,11 +242,8 @@ class EvalRecord:
 
     @property
     def is_other_sample(self) -> bool:
-        """Whether the answer is a different sample than the baseline's by design.
-
-        A rule that isn't lossless emits other tokens. So did random drafts, which earlier versions had.
-        """
-        return self.temperature > 0 and (self.drawn or not self.lossless_rule)
+        """Whether the answer is a different sample than the baseline's by design: its rule isn't lossless."""
+        return self.temperature > 0 and not self.lossless_rule
 
     @property
     def num_steps(self) -> int:

@@ -29,7 +29,7 @@ def speedup(entry: RunEntry) -> Value:
     """Build the cell of a speedup over plain decoding, as in the evaluation's table.
 
     Where answers differ from the target's by mistake, the cell shows the fault instead. A lossy rule's
-    speedup and a noisy one are marked. (Samples that can't be compared are lossless by their rule.)
+    speedup and a noisy one are marked.
     """
     row = entry.row
     if row["out_of_memory"]:

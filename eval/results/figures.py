@@ -154,8 +154,7 @@ class Figures(Speeds):
     """Decode tokens per second over the roofline of plain decoding. A plain step reads the weights
     once for a token of every row that is not finished. None for a target in stages."""
     lossless: bool | None
-    """Whether every answer equals the baseline's, token for token. None where a lossy rule makes it
-    a different sample by design."""
+    """Whether every answer equals the baseline's, token for token. None without answers."""
     lossless_label: str
     num_mismatched_prompts: int
     num_within_noise: int
@@ -237,7 +236,7 @@ def compute_figures(
         "draft_seconds_per_step": None if is_baseline else stats.draft_seconds_per_step(profiled),
         "time_split": stats.time_split(profiled),
         "roofline_fraction": _roofline_fraction(timed, roofline),
-        "lossless": False if verdict.lossy else None if verdict.by_rule and not mismatches else not mismatches,
+        "lossless": not (verdict.lossy or mismatches),
         "lossless_label": verdict.label,
         "num_mismatched_prompts": verdict.num_mismatched,
         "num_within_noise": verdict.num_within_noise,

@@ -142,9 +142,8 @@ LOSSY = "no, by rule"
 class Verdict:
     """Mismatches of a method on a suite at a temperature, counted in prompts.
 
-    `lossy`: its acceptance rule doesn't claim to be lossless. `by_rule`: it samples with a lossy rule, or
-    with the random drafts of earlier versions. Then its answers can't be compared, and only the rule itself can be
-    verified. `first` is the first example: an unexplained mismatch if there is one.
+    `lossy`: its acceptance rule doesn't claim to be lossless. `first` is the first example: an unexplained mismatch if there
+    is one.
     """
 
     num_prompts: int
@@ -152,7 +151,6 @@ class Verdict:
     num_within_noise: int
     num_unaudited: int
     """Prompts whose answers have no known error, but were not all audited."""
-    by_rule: bool
     lossy: bool
     first: dict[str, Any] | None
 
@@ -175,7 +173,7 @@ class Verdict:
             return LOSSY
         if self.num_within_noise:
             return f"within noise ({self.num_within_noise})"
-        return "by rule" if self.by_rule else "yes"
+        return "yes"
 
 
 def judge(records: Sequence[EvalRecord], mismatches: Sequence[Mismatch]) -> Verdict:
@@ -192,7 +190,6 @@ def judge(records: Sequence[EvalRecord], mismatches: Sequence[Mismatch]) -> Verd
         num_mismatched=len(mismatched),
         num_within_noise=len(mismatched - {mismatch.record.prompt_id for mismatch in unexplained}),
         num_unaudited=len({mismatch.record.prompt_id for mismatch in unexplained} - {item.record.prompt_id for item in wrong}),
-        by_rule=any(record.is_other_sample for record in records),
         lossy=not all(record.lossless_rule for record in records),
         first=examples[0] if examples else None,
     )

@@ -35,10 +35,6 @@ NOISY_NOTE = (
     f"if it took more than {SLOW:g} times its processor time (on a CPU), or the time of its fastest repeat. Measure again into "
     "another folder, while the machine is quiet."
 )
-BY_RULE_NOTE = (
-    "by rule: the method drew its draft tokens at random, so its answers differ from those of plain decoding. Its "
-    "acceptance rule preserves the target's distribution. The command outrider certify tests this."
-)
 LOSSY_NOTE = (
     f"{LOSSY}: typical acceptance (arXiv 2401.10774, section 2.3.1) changes the target's distribution. Its speedup can't be "
     "compared with that of a lossless method."
@@ -119,7 +115,7 @@ def _answers(row: Row) -> str:
     """Describe how the answers compare with plain decoding's."""
     if differing := row["num_mismatched_prompts"]:
         return f"answers to {differing} prompts differ within rounding noise"
-    return "lossless by its rule" if row["lossless"] is None else "all answers identical"
+    return "all answers identical"
 
 
 def _without_speed(rows: Sequence[Row]) -> str:
@@ -170,8 +166,6 @@ def problems(rows: Sequence[Row]) -> list[str]:
         result.append(SMALL_TARGET_NOTE)
     if any(row["lossless_label"] == LOSSY for row in measured):
         result.append(LOSSY_NOTE)
-    if any(row["lossless"] is None for row in measured):
-        result.append(BY_RULE_NOTE)
     return result + [mismatch_note(row) for row in measured if row["first_mismatch"] and not is_broken(row)]
 
 

@@ -121,7 +121,6 @@ def make_record() -> MakeRecord:
             "accepted_histogram": histogram,
             "num_verify_tokens": num_tokens,
             "num_draft_tokens": 0,
-            "drawn": False,
             "lossless_rule": True,
             "truncated": False,
             "prefill_seconds": 0.25,

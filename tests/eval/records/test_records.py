@@ -90,7 +90,7 @@ def test_a_line_that_cannot_be_a_record_is_named(tmp_path: Path, make_record: Ma
 
 def test_a_record_of_an_earlier_version_is_read(tmp_path: Path, make_record: MakeRecord) -> None:
     path = tmp_path / "records.jsonl"
-    path.write_text(altered(make_record(), tree_tokens={"separate": [6, 6], "shared": [4, 4], "read": [4, 4]}) + "\n")
+    path.write_text(altered(make_record(), tree_tokens={"separate": [6, 6], "shared": [4, 4]}, drawn=True) + "\n")
     with RecordFile(path) as file:
         assert len(file.records) == 1
 

@@ -84,12 +84,6 @@ WRONG: dict[str, Any] = {"speedup": None, "lossless": False, "lossless_label": "
             id="rounding noise",
         ),
         pytest.param(
-            [make_row("Draft model", lossless=None, lossless_label="by rule", temperature=1.0, batch_size=4)],
-            "Fastest: 1.22x [1.11, 1.34] by Draft model; median 1.25x, faster on 27 of 30 batches; 1.90 tokens per step; "
-            "lossless by its rule (stdlib, temperature 1, batch size 4).",
-            id="samples in batches",
-        ),
-        pytest.param(
             [
                 make_row("Suffix, 10 nodes", speedup=1.7),
                 make_row("Recycling", speedup=1.0),

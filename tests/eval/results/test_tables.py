@@ -157,14 +157,8 @@ def test_parameter_counts_are_rounded_to_about_three_digits(records: list[EvalRe
 
 @pytest.fixture
 def sampled(records: list[EvalRecord]) -> list[EvalRecord]:
-    """Return the same records at temperature 0.7 too.
-
-    There the drafter samples its drafts, so its answers differ.
-    """
-    return [
-        dataclasses.replace(record, temperature=0.7, drawn=record.method != "baseline", token_ids=record.token_ids[::-1])
-        for record in records
-    ]
+    """Return the same records at temperature 0.7."""
+    return [dataclasses.replace(record, temperature=0.7, token_ids=record.token_ids[::-1]) for record in records]
 
 
 def test_each_temperature_has_rows_of_its_own_in_the_order_of_the_run(records, sampled):
@@ -182,16 +176,6 @@ def test_each_temperature_has_rows_of_its_own_in_the_order_of_the_run(records, s
     assert any(note.startswith("mt_bench, temperature 0.7 ") for note in lines)
     shown = [line.strip() for line in printed(rows, 110).splitlines()]
     assert [shown.count(f"mt_bench, {name}") for name in ("greedy", "temperature 0.7")] == [1, 1]
-
-
-def test_a_sampler_of_drawn_drafts_is_lossless_by_its_rule_and_not_by_comparison(records, sampled):
-    plain, drafted = rows_of([*sampled, *records], [])[:2]
-    assert (plain["lossless"], plain["lossless_label"]) == (True, "yes")
-    assert (drafted["lossless"], drafted["lossless_label"]) == (None, "by rule")
-    assert drafted["speedup"] == pytest.approx(2.0)
-    assert not is_broken(drafted)
-    assert any("outrider certify" in note for note in notes([plain, drafted]))
-    assert not any("outrider certify" in note for note in notes([plain]))
 
 
 def test_answers_that_run_in_circles_are_counted_and_noted(records: list[EvalRecord]) -> None:
