@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ...data.files import atomic_write_text, write_json
 from ...data.suites import Prompt, PromptSet
-from ..records.names import BASELINE
 from ..records.records import EvalRecord, GroupKey, digest_of, group_name
 
 logger = logging.getLogger(__name__)
@@ -51,11 +50,6 @@ def write_answers(
                 for prompt in prompts[group[0]]
                 if (turns := _turns(by_key, group, prompt, method))
             ]
-            if group[0] == "mt_bench" and method == BASELINE and not _has_fastchats_ids(prompts[group[0]]):
-                logger.info(
-                    "the answers to mt_bench have the question numbers of the Hub's data set; for FastChat's judge, evaluate "
-                    "FastChat's question.jsonl: --suite '{name: mt_bench, path: question.jsonl}'"
-                )
             path = directory / group_name(group) / f"{name}{suffix}"
             if suffix == ".jsonl":
                 atomic_write_text(path, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in answered))
@@ -105,11 +99,6 @@ def file_names(methods: Iterable[str]) -> dict[str, str]:
             name = f"{plain}-{number}"
         names[method] = name
     return names
-
-
-def _has_fastchats_ids(prompts: Sequence[Prompt]) -> bool:
-    """Check whether the questions are numbered as in FastChat's file, from 81 to 160."""
-    return all(prompt.id.isdecimal() and 81 <= int(prompt.id) <= 160 for prompt in prompts)
 
 
 def _turns(by_key: Mapping[Any, EvalRecord], group: GroupKey, prompt: Prompt, method: str) -> list[EvalRecord]:
