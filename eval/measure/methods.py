@@ -54,8 +54,6 @@ class MethodSpec:
     """None where tuning has turned the drafter off: plain decoding replaces it."""
     places: tuple[Place, ...] | None = None
     """Temperatures and batch sizes at which it decodes; None means all."""
-    option: str = "drafter"
-    """The option that asks for it: `drafter`, `baselines` or `merge`."""
     pipelined: bool = False
     """Whether it drafts while the stages of the target read."""
     drafter: str = ""
@@ -83,7 +81,7 @@ def method_specs(
     a trained drafter.
     """
     # 1. The drafters, with their settings: the requested ones, or those that tuning chose.
-    chosen = [MethodSpec(parts=parse_drafter_name(name), setting={}, option="baselines") for name in config.baselines]
+    chosen = [MethodSpec(parts=parse_drafter_name(name), setting={}) for name in config.baselines]
     all_parts = [parse_drafter_name(drafter) for drafter in drafters]
     merges = []
     for drafter, parts in zip(drafters, all_parts, strict=True):
@@ -95,7 +93,7 @@ def method_specs(
         )
         if config.merge and parts.with_weights:
             merged = parts.merged_with(config.merge)
-            merges.append(MethodSpec(parts=merged, setting=_as_part(parts, requested[0]), option="merge"))
+            merges.append(MethodSpec(parts=merged, setting=_as_part(parts, requested[0])))
     if config.merge and all_parts and not merges:  # before a training there are no drafters yet
         names = ", ".join(parts.name for parts in all_parts)
         raise ValueError(
@@ -113,7 +111,10 @@ def method_specs(
         marks = ["tuned"] * (spec.places is not None) + [PIPELINED] * spec.pipelined
         key = " ".join([*name, *marks, *_words(spec.setting)])
         if key in specs:
-            raise ValueError(f"{key} would be evaluated twice; {_remedy(spec, specs[key])}")
+            raise ValueError(
+                f"{key} would be evaluated twice; give each drafter and each setting once, and leave out of baselines "
+                "(--baseline) and merge (--merge) what is a drafter already"
+            )
         title, detail = title_of(spec.parts.kind), _detail(spec)
         words = f"{title} ({folders})" if folders and num_of_kind[spec.parts.kind] > 1 else title
         if any((words, detail) == (other.drafter, other.detail) for other in specs.values()):
@@ -180,14 +181,6 @@ def _check_options(spec: MethodSpec, *, several: bool) -> None:
             f"{error}. Settings hold for each drafter: evaluate {spec.parts.name} without them, in an evaluation without the "
             "others, or as a baseline"
         ) from None
-
-
-def _remedy(spec: MethodSpec, first: MethodSpec) -> str:
-    """Name the option that one of two equal methods can be left out of."""
-    if spec.option == first.option:
-        return "give each drafter and each setting once"
-    option = spec.option if spec.option == "merge" else first.option
-    return f"{first.option} and {spec.option} both name it: leave it out of {option} (--{option.removesuffix('s')})"
 
 
 def _by_setting(parts: DrafterParts, tuned: Mapping[Place, dict[str, Any] | None]) -> list[MethodSpec]:
