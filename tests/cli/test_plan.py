@@ -187,7 +187,7 @@ def test_a_suite_that_cant_be_read_leaves_the_other_stages_planned(overrides, ca
     assert titles(capsys.readouterr().out) == ["labels", "train"]
     messages = [record.getMessage() for record in caplog.records if record.name == "outrider.cli.run"]
     (line,) = [message for message in messages if "the plan has no evaluation" in message]
-    assert "eval.suites=[{name: gsm8k, path: FILE}]" in line
+    assert "eval.suites=[{name: NAME, path: FILE}]" in line
 
 
 def test_the_evaluation_counts_all_answers(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
