@@ -73,6 +73,8 @@ class CheckServerOptions(TargetOptions):
             raise ValueError(f"without is {self.without}, the server itself; give that of a server without a drafter")
         if self.drafter is None and self.eval.settings != [{}]:
             raise ValueError("eval.settings is the form of a drafter's drafts, and drafter is not given; give both, or neither")
+        if len(self.eval.settings) != 1:
+            raise ValueError(f"eval.settings has {len(self.eval.settings)} entries; give one, the form of the server's drafts")
         if 0 < self.samples < 64:
             raise ValueError(f"samples is {self.samples}; a test needs 64 texts at least, or 0 for none")
 
@@ -108,29 +110,33 @@ def check_server_command(options: CheckServerOptions) -> None:
 
 def _check(options: CheckServerOptions) -> "ServerCheck":
     from ..data.chat import use_chat_template
+    from ..eval.measure.methods import load_drafters, method_specs, methods_by_place
     from ..eval.server.client import Server
     from ..eval.server.readings import Reader, ServerThere, TargetHere
+    from ..models.drafters.saved.parts import parse_drafter_name
     from ..models.llm.loading import ends_without_weights, load_tokenizer
 
-    # 1. The tokenizer, the prompts and the servers: what is wrong with them is said before the weights are read.
+    # 1. The tokenizer, the prompts, the drafter and the servers: what is wrong with them is said before the weights are read.
     tokenizer = load_tokenizer(options.target)
     use_chat_template(tokenizer, options.chat_template, options.template_options)
     stop_ids, vocab_size = ends_without_weights(options.target)
     config = with_limit(options.eval, options.limit)
     questions = _questions(config, tokenizer)
+    specs = {} if options.drafter is None else method_specs(config, [parse_drafter_name(options.drafter)])
     with ExitStack() as stack:
         sides = []
         for url in filter(None, (options.url, options.without)):
             name = options.target.name_or_path
             sides.append(Server(url, tokenizer, vocab_size, stop_ids, target_name=name, model=options.model))
             stack.callback(sides[-1].close)
-        target = None
-        if options.without is None or options.drafter is not None:
+        target = method = None
+        if options.without is None or specs:
             target = options.load()
             questions = [q for q in questions if len(q.ids) + config.max_new_tokens <= target.context_length]
         if not questions:
             raise ValueError(f"no prompt leaves room for {config.max_new_tokens} tokens; lower eval.max_new_tokens")
-        method = None if target is None or options.drafter is None else _method(config, options.drafter, target)
+        if target is not None and specs:
+            ((_, method),) = methods_by_place(config, specs, load_drafters(specs, target), target).values()
         reader = Reader(ServerThere(server=sides[1], stop_ids=stop_ids) if target is None else TargetHere(target=target))
         return _checked(options, config, questions, sides, reader, target, method, tokenizer)
 
@@ -232,14 +238,3 @@ def _questions(config: EvalConfig, tokenizer: "PreTrainedTokenizerBase") -> "lis
         for suite in load_suites(config)
         for prompt in suite.prompts
     ]
-
-
-def _method(config: EvalConfig, name: str, target: "HFTarget") -> Any:
-    from ..eval.measure.methods import load_drafters, method_specs, methods_by_place
-    from ..models.drafters.saved.parts import parse_drafter_name
-
-    if len(config.settings) != 1:
-        raise ValueError(f"eval.settings has {len(config.settings)} entries; give one, the form of the drafts on the server")
-    specs = method_specs(config, [parse_drafter_name(name)])
-    ((_, method),) = methods_by_place(config, specs, load_drafters(specs, target), target).values()
-    return method

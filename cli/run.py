@@ -307,13 +307,11 @@ def _as_run(config: RunConfig, path: Path) -> dict[str, Any]:
 def require_inputs(config: RunConfig, *, plan: bool = False) -> None:
     """Check the data, the prompts, and earlier stages' files before the target is loaded."""
     if "distill" in config.stages:
-        require_data(config.data)
+        _require_distillable(config, plan=plan)
     if config.data.chat_template is not None:
         read_template(config.data.chat_template)
     if plan:
         return  # a plan doesn't need the files of earlier stages
-    if "distill" in config.stages:
-        _require_distillable(config)
     for drafter in config.drafter_runs() if "train" in config.stages else ():
         require_tracker(drafter.train)
     if "train" in config.stages and "distill" not in config.stages:
@@ -328,13 +326,15 @@ def require_inputs(config: RunConfig, *, plan: bool = False) -> None:
             read_drafter_config(drafter.drafter_dir)
 
 
-def _require_distillable(config: RunConfig) -> None:
-    """Check what the distillation reads besides the data: prompts to leave out, a server's client, a drafter."""
-    prompt_overlap(config)
-    if config.distill.is_served:
-        require_client()
+def _require_distillable(config: RunConfig, *, plan: bool) -> None:
+    """Check what the distillation reads: the data, a drafter, and but for a plan prompts to leave out, and a server."""
+    require_data(config.data)
     if config.distill.drafter is not None:
         parse_drafter_name(config.distill.drafter).configs(config.distill.drafter_settings)
+    if not plan:
+        prompt_overlap(config)
+    if config.distill.is_served and not plan:
+        require_client()
 
 
 def describe_kept(config: RunConfig) -> str:
