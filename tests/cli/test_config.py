@@ -181,6 +181,12 @@ def test_a_kinds_demo_trains_and_decodes_as_in_the_comparison(kind: str, learnin
     assert demo.drafter == compared.drafter
 
 
+@pytest.mark.parametrize("change", ["train.lora_rank=8", "train.change_share=0.5"])
+def test_a_change_needs_a_drafter_that_is_changed(change: str) -> None:
+    with pytest.raises(ValueError, match=f"{change.replace('=', ' is ')}, which changes a trained drafter"):
+        run_config("conf=demo", change)
+
+
 @pytest.mark.parametrize("recipe", ["demo", "eagle3_llama3_8b", "medusa_vicuna7b"])
 def test_any_recipe_can_be_adapted_whatever_it_drafts_with(recipe: str, trained: Path) -> None:
     """conf=[RECIPE,adapt] takes target, data and evaluation from the recipe.
