@@ -1,7 +1,5 @@
 """State that a process needs to resume exactly: copies of tensors, and random numbers."""
 
-import logging
-import mmap
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -9,17 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-logger = logging.getLogger(__name__)
-
-CUDA_HOST_REGISTER_PORTABLE = 1
-"""CUDA's cudaHostRegisterPortable: the memory is page-locked for every device."""
-
 
 class HostCopy:
     """Copies nested values to the host. Each call overwrites the tensors of the call before.
 
-    The memory is reused, because new memory costs page faults, and page-locked memory (for tensors
-    on CUDA), which is much faster to fill, takes long to allocate.
+    The memory is reused, because new memory costs page faults, and pinned memory (for tensors on
+    CUDA), which is much faster to fill, takes long to allocate.
     """
 
     def __init__(self) -> None:
@@ -41,36 +34,9 @@ class HostCopy:
     def _buffer(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
         buffer = self._memory.get(path)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            locked = tensor.is_cuda and tensor.numel() > 0
-            buffer = page_locked_like(tensor) if locked else torch.empty(tensor.shape, dtype=tensor.dtype)
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._memory[path] = buffer
         return buffer
-
-
-class _Registered(mmap.mmap):
-    """Memory that is unregistered from CUDA before it is unmapped."""
-
-    address: int | None = None
-
-    def __del__(self) -> None:
-        if self.address is not None:
-            torch.cuda.cudart().cudaHostUnregister(self.address)
-
-
-def page_locked_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor in page-locked host memory, for copies of `tensor`.
-
-    `tensor` has at least one element. The memory has the size of `tensor`, rounded up to pages;
-    PyTorch (`pin_memory=True`) would round up to a power of two, which can double it. Where the
-    memory can't be locked, it stays pageable, and copies take longer.
-    """
-    memory = _Registered(-1, tensor.nbytes)  # shared: a fork must not move its pages
-    buffer = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
-    if error := int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), tensor.nbytes, CUDA_HOST_REGISTER_PORTABLE)):
-        logger.warning("%d bytes for checkpoints can't be page-locked (CUDA error %d)", tensor.nbytes, error)
-    else:
-        memory.address = buffer.data_ptr()
-    return buffer
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
