@@ -9,7 +9,7 @@ holds facts about the data, by option: with them, an error names the option that
 import hashlib
 import logging
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -50,19 +50,13 @@ REMEDY = "Set output_dir to another folder, or delete {} to start again"
 
 @dataclass(frozen=True, slots=True)
 class ShardStore(Generic[Entry, M]):
-    """Store of the shards in `directory`, with the dataclasses of sidecars and manifest.
-
-    `facts` computes the fields of an entry that follow from its file; `check` raises ValueError if a
-    complete shard file disagrees with the manifest.
-    """
+    """Store of the shards in `directory`, with the dataclasses of sidecars and manifest."""
 
     directory: Path
     stem: str
     suffix: str
     entry: type[Entry]
     manifest: type[M]
-    facts: Callable[[Path], Mapping[str, Any]]
-    check: Callable[[Path, M], None] = lambda path, manifest: None
 
     @property
     def is_begun(self) -> bool:
@@ -148,19 +142,6 @@ class ShardStore(Generic[Entry, M]):
             "again: it recomputes only this shard"
         )
 
-    def require_described(self, entry: BaseEntry) -> None:
-        """Raise ValueError if a shard's file is damaged, or if its entry doesn't describe it."""
-        self.verify(entry)
-        path, recorded = self.directory / entry.file, asdict(entry)
-        wrong = [name for name, value in self.facts(path).items() if recorded[name] != value]
-        if wrong or path != self.path(entry.index, self.suffix):
-            sidecar = self.path(entry.index, ".json")
-            raise ValueError(
-                f"the entry of {path} doesn't describe it ({', '.join(wrong) or 'file'}): {MANIFEST_FILE} or {sidecar.name} "
-                f"was altered. Delete {path} and {sidecar.name}, then run the stage distill again: "
-                "it recomputes only this shard"
-            )
-
     def is_complete(self, num_shards: int) -> bool:
         """Return whether the manifest is complete, and no shard was deleted since."""
         if not self.is_begun or not (manifest := self.load()).complete:
@@ -222,8 +203,7 @@ class ShardStore(Generic[Entry, M]):
                         f"{self.path(index, '.json')} is missing, or differs from the shard's entry in {MANIFEST_FILE}. "
                         "Delete it, then run the stage distill again: it recomputes only this shard"
                     )
-                self.require_described(entry)
-                self.check(self.directory / entry.file, manifest)
+                self.verify(entry)
             except (ValueError, OSError) as error:
                 problems.append(str(error))
         if not shards:

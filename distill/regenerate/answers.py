@@ -112,12 +112,7 @@ class AnswersManifest(BaseManifest):
 
 def answer_store(directory: Path) -> ShardStore[AnswersEntry, AnswersManifest]:
     """Return the store of the answer shards in a folder."""
-    return ShardStore(directory, "answers", ".jsonl", AnswersEntry, AnswersManifest, _entry_facts)
-
-
-def _entry_facts(path: Path) -> dict[str, Any]:
-    """Compute the number of examples in a shard of answers."""
-    return {"num_examples": path.read_bytes().count(b"\n")}
+    return ShardStore(directory, "answers", ".jsonl", AnswersEntry, AnswersManifest)
 
 
 def is_answers(directory: Path) -> bool:
