@@ -63,10 +63,6 @@ class AnswerCounts:
     dropped: dict[str, int]
     """Number of turns without an answer, by reason."""
 
-    def __post_init__(self) -> None:
-        if self.num_turns != self.num_answers + sum(self.dropped.values()) or not self.num_cut <= self.num_answers:
-            raise ValueError("num_turns: must be num_answers and all dropped turns, and num_cut at most num_answers")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswersEntry(BaseEntry):

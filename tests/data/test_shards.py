@@ -270,12 +270,6 @@ def test_a_manifest_that_lacks_a_key_is_refused(tmp_path: Path) -> None:
             label_store(tmp_path).load()
 
 
-def test_shards_of_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
-    entries = [write_shard(tmp_path, index, make_examples()) for index in range(2)]
-    with pytest.raises(ValueError, match="lists an example twice"):
-        make_manifest(entries)
-
-
 def test_shards_of_another_target_are_an_error_whatever_its_name() -> None:
     manifest = make_manifest([])
     manifest.require_target(replace(IDENTITY, name="the same weights elsewhere", revision="main"))
