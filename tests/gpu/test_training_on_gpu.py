@@ -32,10 +32,9 @@ from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 from outrider.train.batches import BatchStream, require_packing, states_of_texts, target_reads, with_hidden_states
-from outrider.train.checkpoint import Checkpoints, complete_checkpoints
+from outrider.train.checkpoint import Checkpoints, HostCopy, complete_checkpoints
 from outrider.train.config import TrainConfig
 from outrider.train.run import train
-from outrider.train.state import HostCopy
 
 from ..train.conftest import TRAIN, make_example, write_shards
 from ..train.resumed import assert_same_records, assert_same_weights, records
