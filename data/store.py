@@ -16,12 +16,11 @@ from typing import Any, Generic, TypeVar
 
 from tqdm import tqdm
 
-from .config import DataConfig, DataSource
+from .config import DataConfig
 from .fields import differences, name_digests
 from .files import TEMPORARY, atomic_write_bytes, read_dataclass, read_json, sha256_file, write_json
 from .manifest import MANIFEST_FILE, BaseEntry, BaseManifest, TargetIdentity
-from .raw_records import is_local, local_files
-from .sources import PromptOverlap, has_records
+from .sources import PromptOverlap
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ T = TypeVar("T")
 
 STATS_SUFFIX = ".stats.json"
 FACTS_FILE = "data.json"
-FILE_CONTENT, TEMPLATE, SUITES, PYTHON = "content of data.path", "chat template", "eval.suites", "Python"
+TEMPLATE, SUITES, PYTHON = "chat template", "eval.suites", "Python"
 TEMPLATE_CHANGED = "the chat template changed (data.chat_template and data.template_options, or the target's)"
 DIGESTS = {
     "target.weights_sha256": "the target has other weights (target.name_or_path, target.revision)",
@@ -39,7 +38,6 @@ DIGESTS = {
     "target.tokenizer_sha256": "the target has another tokenizer",
     "chat_template_sha256": TEMPLATE_CHANGED,
     TEMPLATE: TEMPLATE_CHANGED,
-    FILE_CONTENT: "the conversations in data.path (or data.sources) changed",
     PYTHON: "data.source is stdlib, and another Python has other files",
     f"{SUITES}.": "eval.suites changed, whose prompts are left out of the data (data.overlap_words)",
 }
@@ -212,25 +210,12 @@ class ShardStore(Generic[Entry, M]):
 
 
 def describe_data(data: DataConfig, chat_template: object, overlap: PromptOverlap | None = None) -> dict[str, Any]:
-    """Return the data's options, and digests of the files behind them, as JSON values."""
+    """Return the data's options, and digests of the chat template and of the evaluation's prompts, as JSON values."""
     facts: dict[str, Any] = {f"data.{name}": value for name, value in asdict(data).items()}
-    files = [file for source in data.all_sources for file in _data_files(source)]
-    if files:
-        digests = [sha256_file(file) for file in files]
-        facts[FILE_CONTENT] = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
     if any(source.source == "stdlib" for source in data.all_sources):
         facts[PYTHON] = platform.python_version()
     facts[TEMPLATE] = hashlib.sha256(str(chat_template).encode()).hexdigest()
     return facts | ({} if overlap is None else {SUITES: overlap.suites})
-
-
-def _data_files(source: DataSource) -> list[Path]:
-    """Return the local files of a source; none for a folder of texts, whose files may be very many."""
-    if source.path is None or not is_local(source.path):
-        return []
-    if source.source == "text" and not Path(source.path).is_file() and not has_records(source.path):
-        return []
-    return local_files(source.path)
 
 
 def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
