@@ -124,11 +124,6 @@ class Manifest(BaseManifest):
             raise ValueError(
                 f"manifest of format version {self.format_version}; this outrider reads version {FORMAT_VERSION}. Distil again"
             )
-        ids = [id for shard in self.shards for id in shard.ids]
-        if len(set(ids)) != len(ids):
-            raise ValueError(
-                "a manifest lists an example twice: its shards come from different runs. Distil into an empty folder"
-            )
 
     @property
     def num_tokens(self) -> int:

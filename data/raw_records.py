@@ -52,12 +52,11 @@ def load_records(
     local path is never searched for on the Hub.
     """
     if is_local(path):
-        files = record_files(path)
-        return read_records(files[0], broken) if len(files) == 1 else _records_of_several(files, broken)
+        return read_records(record_files(path), broken)
     use_hub()
     path = path.removeprefix(HUB_PREFIX)
     if file is not None:
-        return read_records(_download(path, file, revision))
+        return read_records([_download(path, file, revision)])
     return _hub_records(path, split, subset, revision)
 
 
@@ -88,8 +87,7 @@ def record_files(path: str) -> list[Path]:
         what = "has no file of records" if is_there else "doesn't exist, or no name is like it; give files of records"
         raise ValueError(f"{path} {what} ({', '.join(SUFFIXES)})")
     if others := sorted({file.name for file in files} - {file.name for file in found}):
-        more = f" and {len(others) - MOST_NAMES} others" if len(others) > MOST_NAMES else ""
-        logger.warning("%s: left out, since they are no files of records: %s%s", path, ", ".join(others[:MOST_NAMES]), more)
+        logger.warning("%s: left out, since they are no files of records: %s", path, _first(others))
     return found
 
 
@@ -109,44 +107,36 @@ def is_local(path: str) -> bool:
     return False
 
 
-def _records_of_several(files: Sequence[Path], broken: Counter[str] | None) -> Iterator[Any]:
-    """Read the records of all files. Empty files are named at the end; raises ValueError if all are empty."""
+def read_records(files: Sequence[Path], broken: Counter[str] | None = None) -> Iterator[Any]:
+    """Read the records of .json, .jsonl (both also as .gz) or .parquet files, in order.
+
+    JSON is one record per line, one array of records, or one object with such an array under `data`,
+    whatever the file's suffix. Files without a record are named at the end. Raises ValueError if all files
+    are empty, and with the line if one is malformed; `broken` is that of `load_records`.
+    """
     empty = []
     for file in files:
+        if file.suffix.lower() not in SUFFIXES:
+            raise ValueError(f"{file}: unknown kind of data file {file.suffix!r}; use one of {', '.join(SUFFIXES)}")
+        records = _parquet_records(file) if file.suffix.lower() == ".parquet" else _json_records(file, broken)
         num_records = 0
-        for record in _records_in(file, broken):
+        for record in records:
             num_records += 1
             yield record
         if not num_records:
             empty.append(str(file))
-    if len(empty) == len(files):
-        raise ValueError(f"none of {len(files)} files holds a record, such as {empty[0]}. Check that they are complete")
-    if empty:
-        more = f" and {len(empty) - MOST_NAMES} others" if len(empty) > MOST_NAMES else ""
-        logger.warning("files without a record: %s%s", ", ".join(empty[:MOST_NAMES]), more)
+    if empty and broken is not None:
+        broken[EMPTY_FILE] += len(empty)
+    elif empty and len(empty) == len(files):
+        raise ValueError(f"{_first(empty)} holds no record. Check that downloads and exports were finished")
+    elif empty:
+        logger.warning("files without a record: %s", _first(empty))
 
 
-def read_records(path: Path, broken: Counter[str] | None = None) -> Iterator[Any]:
-    """Read the records of a .json, .jsonl (both also as .gz) or .parquet file, in order.
-
-    JSON is one record per line, one array of records, or one object with such an array under `data`,
-    whatever the file's suffix. Raises ValueError with the line if the file is empty or malformed; `broken`
-    is that of `load_records`.
-    """
-    if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"{path}: unknown kind of data file {path.suffix!r}; use one of {', '.join(SUFFIXES)}")
-    num_records = 0
-    for record in _records_in(path, broken):
-        num_records += 1
-        yield record
-    if num_records == 0 and broken is not None:
-        broken[EMPTY_FILE] += 1
-    elif num_records == 0:
-        raise ValueError(f"{path} holds no record. Check that its download or export was finished")
-
-
-def _records_in(path: Path, broken: Counter[str] | None) -> Iterator[Any]:
-    return _parquet_records(path) if path.suffix.lower() == ".parquet" else _json_records(path, broken)
+def _first(names: Sequence[str]) -> str:
+    """Return the first names, and the number of the others."""
+    more = f" and {len(names) - MOST_NAMES} others" if len(names) > MOST_NAMES else ""
+    return f"{', '.join(names[:MOST_NAMES])}{more}"
 
 
 def _json_records(path: Path, broken: Counter[str] | None) -> Iterator[Any]:

@@ -12,21 +12,18 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from .manifest import MANIFEST_FILE, Manifest, ShardEntry
+from .manifest import Manifest, ShardEntry
 from .states import StoredStates, joined
 from .store import ShardStore
 from .types import UNKNOWN, DistilledExample, Example, TargetReads, TopTokens
 
 METADATA_KEY = "outrider"
 LAYER, SCALES = "layer.", ".scales"
-DTYPE_NAMES = {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "int8": "I8"}
-"""Names in safetensors of the types of stored states."""
 
 TOP_BYTES = 4 + 2
 """Bytes of one top token on disk: its id, and its log-probability in float16, with relative error
@@ -35,7 +32,7 @@ TOP_BYTES = 4 + 2
 
 def label_store(directory: Path) -> ShardStore[ShardEntry, Manifest]:
     """Return the store of the label shards in a folder."""
-    return ShardStore(directory, "shard", ".safetensors", ShardEntry, Manifest, _entry_facts, _require_layout)
+    return ShardStore(directory, "shard", ".safetensors", ShardEntry, Manifest)
 
 
 def write_shard(directory: Path, index: int, examples: list[DistilledExample]) -> ShardEntry:
@@ -77,12 +74,11 @@ def write_shard(directory: Path, index: int, examples: list[DistilledExample]) -
 
 
 def verify_shards(directory: Path, manifest: Manifest) -> None:
-    """Raise ValueError if the manifest is incomplete or altered, or a shard is damaged."""
+    """Raise ValueError if the manifest is incomplete, or a shard is damaged."""
     if not manifest.complete:
         raise ValueError(f"the distillation in {directory} is not complete; run the stage distill again to resume it")
     for entry in manifest.shards:
-        label_store(directory).require_described(entry)
-        _require_layout(directory / entry.file, manifest)
+        label_store(directory).verify(entry)
 
 
 def read_shard(directory: Path, entry: ShardEntry, reads: TargetReads | None = None) -> list[DistilledExample]:
@@ -120,47 +116,6 @@ def read_shard(directory: Path, entry: ShardEntry, reads: TargetReads | None = N
             )
         )
     return examples
-
-
-def _entry_facts(path: Path) -> dict[str, Any]:
-    """Compute the fields of a shard's entry from its file."""
-    with safe_open(path, framework="pt") as file:
-        labels = file.get_tensor("continuations")
-        return {
-            "num_bytes": path.stat().st_size,
-            "ids": json.loads(file.metadata()[METADATA_KEY])["ids"],
-            "num_tokens": len(labels),
-            "num_labels": int((labels[:, 0] != UNKNOWN).sum()),
-        }
-
-
-def _require_layout(path: Path, manifest: Manifest) -> None:
-    """Raise ValueError if a shard doesn't hold the tensors that the manifest describes."""
-    with safe_open(path, framework="pt") as file:
-        names = {*file.keys()}
-        width = file.get_slice("continuations").get_shape()[1]
-        num_top = file.get_slice("top_tokens").get_shape()[1] if "top_tokens" in names else None
-        states = sorted(
-            name for name in names if (name == "hidden_states" or name.startswith(LAYER)) and not name.endswith(SCALES)
-        )
-        # States that another program wrote in float32 are read too.
-        dtypes = {file.get_slice(name).get_dtype() for name in states} - {"F32"}
-    found = {
-        "a horizon": (width, manifest.horizon),
-        "top_logprobs": (num_top, manifest.top_logprobs),
-        "features": ("last_hidden" if "hidden_states" in states else "none", manifest.features),
-        "feature_layers": (
-            sorted(int(name.removeprefix(LAYER)) for name in states if name.startswith(LAYER)),
-            sorted(manifest.feature_layers),
-        ),
-        "features_dtype": (dtypes, {DTYPE_NAMES[manifest.features_dtype]} if dtypes else set()),
-    }
-    for name, (stored, described) in found.items():
-        if stored != described:
-            raise ValueError(
-                f"the labels in {path} have {name} of {stored}, and {MANIFEST_FILE} has {name.removeprefix('a ')} {described}: "
-                "the manifest was altered. Restore it, or delete the folder and run the stage distill again"
-            )
 
 
 def _states_by_name(example: DistilledExample) -> dict[str, StoredStates]:

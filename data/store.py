@@ -1,27 +1,26 @@
 """A folder of shards: data files, each complete once it has a sidecar, and a manifest.
 
 The manifest is written last. The sidecar `STEM-00003.json` is written after the shard
-`STEM-00003.SUFFIX`; a shard without a sidecar doesn't count. `STEM-00003.stats.json` holds times
-and counts of the shard's production; it is separate because these differ from run to run. `data.json`
-holds facts about the data, by option: with them, an error names the option that changed, and no digest.
+`STEM-00003.SUFFIX`; a shard without a sidecar doesn't count. `shard-00003.stats.json` holds times
+and counts of the labelling; it is separate because these differ from run to run. `data.json` holds facts
+about the data, by option: with them, an error names the option that changed, and no digest.
 """
 
 import hashlib
 import logging
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from tqdm import tqdm
 
-from .config import DataConfig, DataSource
+from .config import DataConfig
 from .fields import differences, name_digests
 from .files import TEMPORARY, atomic_write_bytes, read_dataclass, read_json, sha256_file, write_json
 from .manifest import MANIFEST_FILE, BaseEntry, BaseManifest, TargetIdentity
-from .raw_records import is_local, local_files
-from .sources import PromptOverlap, has_records
+from .sources import PromptOverlap
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ T = TypeVar("T")
 
 STATS_SUFFIX = ".stats.json"
 FACTS_FILE = "data.json"
-FILE_CONTENT, TEMPLATE, SUITES, PYTHON = "content of data.path", "chat template", "eval.suites", "Python"
+TEMPLATE, SUITES, PYTHON = "chat template", "eval.suites", "Python"
 TEMPLATE_CHANGED = "the chat template changed (data.chat_template and data.template_options, or the target's)"
 DIGESTS = {
     "target.weights_sha256": "the target has other weights (target.name_or_path, target.revision)",
@@ -39,7 +38,6 @@ DIGESTS = {
     "target.tokenizer_sha256": "the target has another tokenizer",
     "chat_template_sha256": TEMPLATE_CHANGED,
     TEMPLATE: TEMPLATE_CHANGED,
-    FILE_CONTENT: "the conversations in data.path (or data.sources) changed",
     PYTHON: "data.source is stdlib, and another Python has other files",
     f"{SUITES}.": "eval.suites changed, whose prompts are left out of the data (data.overlap_words)",
 }
@@ -50,19 +48,13 @@ REMEDY = "Set output_dir to another folder, or delete {} to start again"
 
 @dataclass(frozen=True, slots=True)
 class ShardStore(Generic[Entry, M]):
-    """Store of the shards in `directory`, with the dataclasses of sidecars and manifest.
-
-    `facts` computes the fields of an entry that follow from its file; `check` raises ValueError if a
-    complete shard file disagrees with the manifest.
-    """
+    """Store of the shards in `directory`, with the dataclasses of sidecars and manifest."""
 
     directory: Path
     stem: str
     suffix: str
     entry: type[Entry]
     manifest: type[M]
-    facts: Callable[[Path], Mapping[str, Any]]
-    check: Callable[[Path, M], None] = lambda path, manifest: None
 
     @property
     def is_begun(self) -> bool:
@@ -148,19 +140,6 @@ class ShardStore(Generic[Entry, M]):
             "again: it recomputes only this shard"
         )
 
-    def require_described(self, entry: BaseEntry) -> None:
-        """Raise ValueError if a shard's file is damaged, or if its entry doesn't describe it."""
-        self.verify(entry)
-        path, recorded = self.directory / entry.file, asdict(entry)
-        wrong = [name for name, value in self.facts(path).items() if recorded[name] != value]
-        if wrong or path != self.path(entry.index, self.suffix):
-            sidecar = self.path(entry.index, ".json")
-            raise ValueError(
-                f"the entry of {path} doesn't describe it ({', '.join(wrong) or 'file'}): {MANIFEST_FILE} or {sidecar.name} "
-                f"was altered. Delete {path} and {sidecar.name}, then run the stage distill again: "
-                "it recomputes only this shard"
-            )
-
     def is_complete(self, num_shards: int) -> bool:
         """Return whether the manifest is complete, and no shard was deleted since."""
         if not self.is_begun or not (manifest := self.load()).complete:
@@ -222,8 +201,7 @@ class ShardStore(Generic[Entry, M]):
                         f"{self.path(index, '.json')} is missing, or differs from the shard's entry in {MANIFEST_FILE}. "
                         "Delete it, then run the stage distill again: it recomputes only this shard"
                     )
-                self.require_described(entry)
-                self.check(self.directory / entry.file, manifest)
+                self.verify(entry)
             except (ValueError, OSError) as error:
                 problems.append(str(error))
         if not shards:
@@ -232,25 +210,12 @@ class ShardStore(Generic[Entry, M]):
 
 
 def describe_data(data: DataConfig, chat_template: object, overlap: PromptOverlap | None = None) -> dict[str, Any]:
-    """Return the data's options, and digests of the files behind them, as JSON values."""
+    """Return the data's options, and digests of the chat template and of the evaluation's prompts, as JSON values."""
     facts: dict[str, Any] = {f"data.{name}": value for name, value in asdict(data).items()}
-    files = [file for source in data.all_sources for file in _data_files(source)]
-    if files:
-        digests = [sha256_file(file) for file in files]
-        facts[FILE_CONTENT] = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
     if any(source.source == "stdlib" for source in data.all_sources):
         facts[PYTHON] = platform.python_version()
     facts[TEMPLATE] = hashlib.sha256(str(chat_template).encode()).hexdigest()
     return facts | ({} if overlap is None else {SUITES: overlap.suites})
-
-
-def _data_files(source: DataSource) -> list[Path]:
-    """Return the local files of a source; none for a folder of texts, whose files may be very many."""
-    if source.path is None or not is_local(source.path):
-        return []
-    if source.source == "text" and not Path(source.path).is_file() and not has_records(source.path):
-        return []
-    return local_files(source.path)
 
 
 def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:

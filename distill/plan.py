@@ -105,7 +105,7 @@ def begin_shards(
     store.require_same(manifest, data_facts)
     for index in range(accelerator.process_index, len(plan), accelerator.num_processes):
         if entry := store.read_entry(index):
-            store.require_described(entry)
+            store.verify(entry)
     accelerator.wait_for_everyone()
     pending = [index for index in range(len(plan)) if not store.is_written(index)]
     accelerator.wait_for_everyone()

@@ -218,22 +218,3 @@ def with_accumulation(config: TrainConfig, num_processes: int) -> TrainConfig:
 
 def _processes(count: int) -> str:
     return "1 process" if count == 1 else f"{count} processes"
-
-
-def describe_change(before: Division, now: Division, *, step: int, position: int, num_texts: int, steps_left: int) -> str:
-    """Describe what changes for a run that resumes after `step` at text `position`.
-
-    Positions count from 0 through all epochs.
-    """
-    if now.texts_per_step == before.texts_per_step:
-        order = f"every step still reads the same {now.texts_per_step} texts"
-    else:
-        order = (
-            f"a step reads {now.texts_per_step} texts and no longer {before.texts_per_step}; the order stays, from text "
-            f"{position % num_texts + 1} of epoch {position // num_texts + 1} on, and the {steps_left} steps left read "
-            f"{steps_left * now.texts_per_step} texts and not {steps_left * before.texts_per_step}, at unchanged learning rates"
-        )
-    return (
-        f"after step {step} the run resumes with {now}, where it was {before}: {order}. Random numbers (dropout, the positions "
-        "that train.max_positions draws) and the order of sums differ from here on, so the run isn't equal bit for bit"
-    )

@@ -13,7 +13,7 @@ from ..data.types import DrafterBatch
 from ..models.drafters.objective import Loss
 from .batches import derived_seed, label_counts, with_hidden_states
 from .checkpoint import latest_checkpoint, remove_incomplete
-from .config import Division, describe_change
+from .config import Division
 from .metrics import LOSS_FIELDS, add_losses, summarize
 from .parallel import backward, finish_step, make_anchor, micro_batch, tensor_float32
 from .processes import Sigterm, StepPatience
@@ -181,7 +181,7 @@ def resume(training: Training) -> int:
     logger.info("resuming from %s", checkpoint)
     if steps_of(state["run"]) != training.config.steps:
         _take_over_steps(training, state["scheduler"], steps_of(state["run"]), step)
-    _take_over_division(training, Division.of(state["run"]), step, position)
+    _take_over_division(training, Division.of(state["run"]), step)
     return step
 
 
@@ -208,17 +208,18 @@ def _take_over_steps(training: Training, scheduler_state: dict[str, Any], steps_
         )
 
 
-def _take_over_division(training: Training, before: Division, step: int, position: int) -> None:
+def _take_over_division(training: Training, before: Division, step: int) -> None:
     """Log what another division of the steps than before changes, and seed new processes."""
     now = Division.of(training.run)
     if now == before:
         return
-    steps_left = training.config.steps - step
-    change = describe_change(
-        before, now, step=step, position=position, num_texts=training.stream.num_texts, steps_left=steps_left
-    )
     if training.accelerator.is_main_process:
-        logger.warning("%s", change)
+        logger.warning(
+            "after step %d the run resumes with %s, which is %d texts a step, where it was %s, %d texts. The order of texts "
+            "and the learning rates stay. Random numbers (dropout, the positions that train.max_positions draws) and the order "
+            "of sums differ from here on, so the run isn't equal bit for bit",
+            *(step, now, now.texts_per_step, before, before.texts_per_step),
+        )
     if now.num_processes != before.num_processes:
         seed = derived_seed(training.config.seed, "resumed", step, training.accelerator.process_index)
         set_seed(seed % 2**32)

@@ -63,10 +63,6 @@ class AnswerCounts:
     dropped: dict[str, int]
     """Number of turns without an answer, by reason."""
 
-    def __post_init__(self) -> None:
-        if self.num_turns != self.num_answers + sum(self.dropped.values()) or not self.num_cut <= self.num_answers:
-            raise ValueError("num_turns: must be num_answers and all dropped turns, and num_cut at most num_answers")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswersEntry(BaseEntry):
@@ -112,12 +108,7 @@ class AnswersManifest(BaseManifest):
 
 def answer_store(directory: Path) -> ShardStore[AnswersEntry, AnswersManifest]:
     """Return the store of the answer shards in a folder."""
-    return ShardStore(directory, "answers", ".jsonl", AnswersEntry, AnswersManifest, _entry_facts)
-
-
-def _entry_facts(path: Path) -> dict[str, Any]:
-    """Compute the number of examples in a shard of answers."""
-    return {"num_examples": path.read_bytes().count(b"\n")}
+    return ShardStore(directory, "answers", ".jsonl", AnswersEntry, AnswersManifest)
 
 
 def is_answers(directory: Path) -> bool:

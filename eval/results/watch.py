@@ -268,7 +268,7 @@ def watch(files: Iterable[Path], category: str | None = None) -> Watch:
     found = Watch(list(dict.fromkeys(files)))
     undrafted, has_drafter = Watch(found.files), False  # llama.cpp's replies without drafts, and whether it ever drafted
     for number, file in enumerate(found.files):
-        for index, record in enumerate(read_records(file, found.notes)):
+        for index, record in enumerate(read_records([file], found.notes)):
             if not isinstance(record, Mapping):
                 found.notes[NO_COUNTS] += 1
                 continue

@@ -1,5 +1,3 @@
-import re
-import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -272,23 +270,6 @@ def test_a_manifest_that_lacks_a_key_is_refused(tmp_path: Path) -> None:
             label_store(tmp_path).load()
 
 
-def test_labels_of_another_horizon_than_the_manifests_are_refused(tmp_path: Path) -> None:
-    entry = write_shard(tmp_path, 0, make_examples())
-    altered = replace(make_manifest([entry]), horizon=6)
-    label_store(tmp_path).save(altered)
-    message = r"shard-00000.safetensors have a horizon of 5, and manifest.json has horizon 6.*Restore it"
-    with pytest.raises(ValueError, match=message):
-        verify_shards(tmp_path, altered)
-    (problem,) = label_store(tmp_path).find_damage()[1]
-    assert re.search(message, problem)
-
-
-def test_shards_of_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
-    entries = [write_shard(tmp_path, index, make_examples()) for index in range(2)]
-    with pytest.raises(ValueError, match="lists an example twice"):
-        make_manifest(entries)
-
-
 def test_shards_of_another_target_are_an_error_whatever_its_name() -> None:
     manifest = make_manifest([])
     manifest.require_target(replace(IDENTITY, name="the same weights elsewhere", revision="main"))
@@ -314,45 +295,6 @@ def test_the_digest_of_the_data_depends_on_ids_tokens_masks_and_order() -> None:
     ]
     assert len({examples_sha256(variant) for variant in variants}) == len(variants)
     assert examples_sha256(variants[0]) == examples_sha256(iter(variants[0]))
-
-
-def edited(path: Path, **changes: Any) -> None:
-    write_json(path, {**read_json(path), **changes})
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"num_tokens": 1}, {"num_labels": 1}, {"num_bytes": 1}, {"ids": ["a", "b", "c"]}, {"file": "shard-00001.safetensors"}],
-)
-def test_an_entry_that_does_not_describe_its_shard_is_an_error(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Counts of entries reach the log, the estimates and the model card."""
-    store, entry = label_store(tmp_path), write_shard(tmp_path, 0, make_examples())
-    if "file" in changes:
-        shutil.copyfile(store.path(0, ".safetensors"), tmp_path / changes["file"])
-    store.save(make_manifest([entry]))
-    verify_shards(tmp_path, store.load())
-    edited(tmp_path / "shard-00000.json", **changes)
-    with pytest.raises(ValueError, match=rf"doesn't describe it \({next(iter(changes))}\).*recomputes only this shard"):
-        store.require_described(store.entries(1)[0])
-    edited(tmp_path / MANIFEST_FILE, shards=[{**asdict(entry), **changes}])
-    with pytest.raises(ValueError, match="doesn't describe it"):
-        verify_shards(tmp_path, store.load())
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"features": "last_hidden"}, "have features of none, and manifest.json has features last_hidden"),
-        ({"feature_layers": [3]}, r"have feature_layers of \[\], and manifest.json has feature_layers \[3\]"),
-        ({"top_logprobs": 5}, "have top_logprobs of None, and manifest.json has top_logprobs 5"),
-    ],
-)
-def test_a_manifest_that_promises_other_tensors_is_an_error(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    entry = write_shard(tmp_path, 0, [replace(example, hidden_states=None, layers={}, top=None) for example in make_examples()])
-    manifest = replace(make_manifest([entry]), features="none", feature_layers=[], top_logprobs=None)
-    verify_shards(tmp_path, manifest)
-    with pytest.raises(ValueError, match=message):
-        verify_shards(tmp_path, replace(manifest, **changes))
 
 
 def test_each_value_that_differs_is_named_with_both_values() -> None:

@@ -187,7 +187,7 @@ def test_an_empty_or_malformed_file_is_named_with_its_line(name: str, content: b
 def test_a_parquet_file_without_rows_is_an_error(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"conversations": pa.array([], pa.string())}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="holds no record"):
-        list(read_records(tmp_path / "a.parquet"))
+        list(read_records([tmp_path / "a.parquet"]))
 
 
 @pytest.mark.parametrize("path", ["missing.jsonl", "/no/where", "./org/name", "a/b/c"])

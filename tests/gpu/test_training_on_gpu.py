@@ -32,10 +32,9 @@ from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 from outrider.train.batches import BatchStream, require_packing, states_of_texts, target_reads, with_hidden_states
-from outrider.train.checkpoint import Checkpoints, complete_checkpoints
+from outrider.train.checkpoint import Checkpoints, HostCopy, complete_checkpoints
 from outrider.train.config import TrainConfig
 from outrider.train.run import train
-from outrider.train.state import HostCopy
 
 from ..train.conftest import TRAIN, make_example, write_shards
 from ..train.resumed import assert_same_records, assert_same_weights, records
@@ -358,7 +357,7 @@ def test_a_checkpoint_restores_weights_optimizer_and_random_state(accelerator, d
         torch.testing.assert_close(step(model, optimizer), expected)
 
 
-def test_a_host_copy_is_page_locked_and_as_large_as_the_tensor(device: torch.device) -> None:
+def test_a_host_copy_is_pinned_and_its_memory_is_used_again(device: torch.device) -> None:
     values = torch.arange(3 * 2**18 + 5, dtype=torch.float32, device=device)
     state = {"weights": values, "narrow": values.bfloat16(), "empty": values[:0], "step": torch.tensor(3.0, device=device)}
     host_copy = HostCopy()
@@ -368,5 +367,4 @@ def test_a_host_copy_is_page_locked_and_as_large_as_the_tensor(device: torch.dev
     for name, value in state.items():
         assert torch.equal(again[name], value.cpu())
         assert again[name].data_ptr() == first[name].data_ptr(), "the memory is used again"
-        assert again[name].untyped_storage().nbytes() == value.nbytes
-        assert again[name].is_pinned() == (device.type == "cuda" and value.numel() > 0)
+        assert again[name].is_pinned() or device.type != "cuda" or not value.numel()

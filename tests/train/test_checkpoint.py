@@ -1,6 +1,7 @@
-"""Complete and incomplete checkpoints, and writing them while training continues."""
+"""Complete and incomplete checkpoints, what they hold, and writing them while training continues."""
 
 import json
+import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -16,11 +18,14 @@ from outrider.data.files import sha256_file
 from outrider.train import checkpoint as checkpoint_module
 from outrider.train.checkpoint import (
     Checkpoints,
+    HostCopy,
     complete_checkpoints,
     latest_checkpoint,
+    random_state,
     read_marker,
     remove_incomplete,
     require_unchanged,
+    set_random_state,
 )
 
 from .conftest import edit_marker, no_file_above
@@ -265,3 +270,39 @@ def test_each_process_reads_a_share_of_the_files_and_all_raise(accelerator, tmp_
 def test_a_missing_folder_has_no_checkpoint(tmp_path: Path) -> None:
     remove_incomplete(tmp_path / "nowhere")
     assert latest_checkpoint(tmp_path / "nowhere") is None
+
+
+# --- what a checkpoint holds
+
+
+def test_a_copy_keeps_values_kinds_and_nesting_and_shares_no_memory() -> None:
+    weight = torch.nn.Parameter(torch.randn(3, 2).T)  # not contiguous
+    state = {"state": {0: {"step": torch.tensor(3.0), "exp_avg": weight}}, "groups": [{"betas": (0.9, 0.99), "params": [0]}]}
+    copy = HostCopy()(state)
+    before = weight.detach().clone()
+    weight.data.zero_()
+    assert torch.equal(copy["state"][0]["exp_avg"], before)
+    assert not copy["state"][0]["exp_avg"].requires_grad
+    assert copy["groups"] == state["groups"]
+    assert type(copy["groups"][0]["betas"]) is tuple
+
+
+def test_the_next_copy_takes_the_same_memory_unless_a_shape_has_changed() -> None:
+    copy, state = HostCopy(), {"a": torch.ones(4), "b": torch.ones(4)}
+    first = copy(state)
+    second = copy({"a": torch.zeros(4), "b": torch.zeros(5)})
+    assert second["a"].data_ptr() == first["a"].data_ptr() != second["b"].data_ptr()
+    assert first["b"].tolist() == [1.0] * 4
+    assert second["b"].tolist() == [0.0] * 5
+
+
+def test_every_random_generator_is_restored() -> None:
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(np.random.randn()), float(torch.rand(()))]
+
+    np.random.randn()
+    state = random_state(torch.device("cpu"))
+    drawn = draw()
+    assert draw() != drawn
+    set_random_state(state, torch.device("cpu"))
+    assert draw() == drawn

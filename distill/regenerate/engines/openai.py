@@ -22,7 +22,7 @@ import torch
 from pydantic import BaseModel, ValidationError, model_validator
 from transformers import PreTrainedTokenizerBase
 
-from ....data.servers import KEY_VARIABLE, NO_ADDRESS, NO_FILTERS, is_address, server_key, shown
+from ....data.servers import KEY_VARIABLE, NO_FILTERS, server_key, shown
 from ....models.decoding.sampling import Sampling
 from ..engine import Answer, Limits, Request
 from .states_files import Transfer, states_file, take_states
@@ -174,14 +174,10 @@ def require_client() -> None:
 def open_server(base_url: str) -> Iterator[CompletionsServer]:
     """Connect to the server at `base_url`; at the end, cancel the remaining requests.
 
-    The key, if the server needs one, is read from the environment only. Raises ValueError if
-    `base_url` isn't an address.
+    The key, if the server needs one, is read from the environment only.
     """
     require_client()
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
-
-    if not is_address(base_url):
-        raise ValueError(f"distill.base_url {NO_ADDRESS}")
 
     class BoundedClient(DefaultAsyncHttpxClient):
         """HTTP client that reads at most MOST_REPLY_BYTES of a reply."""

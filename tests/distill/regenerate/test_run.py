@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from outrider.cli.data import VerifyOptions, verify_command
 from outrider.data.config import DataConfig
-from outrider.data.files import read_json, write_json
+from outrider.data.files import read_json
 from outrider.data.manifest import examples_sha256
 from outrider.data.sources import load_conversations
 from outrider.data.types import Example
@@ -127,7 +127,6 @@ def test_statistics_account_for_every_turn(target: HFTarget, data: DataConfig, t
     assert statistics["num_tokens"] == sum(int(example.loss_mask.sum()) for example in examples)
     assert statistics["cut_share"] == pytest.approx(statistics["num_cut"] / statistics["num_answers"])
     assert 0 < statistics["num_cut"] < statistics["num_answers"]
-    assert statistics["tokens_per_process_second"] > 0
     assert f"regenerated {statistics['num_answers']} answers of 8 conversations" in caplog.text
     assert "old answer" not in target.tokenizer.decode(torch.cat([example.input_ids for example in examples]))
 
@@ -213,8 +212,6 @@ def test_only_a_deleted_shard_of_answers_is_recomputed(target, data, tmp_path, m
     with pytest.raises(ValueError, match=r"answers-00001\.jsonl is missing. Delete .*answers-00001\.json"):
         run(CONFIG, data, target, folder)
     (folder / "answers-00001.json").unlink()
-    (folder / "answers-00000.stats.json").unlink()
-    (folder / "answers-00002.stats.json").write_text("{")
     written = []
     write = module.write_answers
     monkeypatch.setattr(module, "write_answers", lambda *args: written.append(args[1]) or write(*args))
@@ -250,19 +247,6 @@ def test_all_damage_to_answers_is_reported_at_once(target, data, tmp_path, capsy
     with pytest.raises(SystemExit, match="1"):  # finished shards of an incomplete run are checked
         verify_command(VerifyOptions(directory=folder))
     assert "answers-00001.jsonl was truncated or altered" in capsys.readouterr().err
-
-
-def test_an_entry_that_differs_from_its_answers_is_an_error_before_it_reaches_the_manifest(target, data, tmp_path, monkeypatch):
-    folder = tmp_path / "answers"
-    run(CONFIG, data, target, folder)
-    monkeypatch.setattr(module, "open_engine", no_engine)
-    path = folder / "answers-00001.json"
-    before = read_json(path)
-    write_json(path, {**before, "num_examples": 0})
-    with pytest.raises(ValueError, match=r"answers-00001\.json was altered.*Delete .*answers-00001\.json.*only this shard"):
-        run(CONFIG, data, target, folder)
-    path.write_text(json.dumps(before))
-    run(CONFIG, data, target, folder)
 
 
 def test_a_folder_of_another_run_is_an_error_with_every_difference(target, data, tmp_path, tiny_target_dir):

@@ -43,15 +43,13 @@ def test_the_header_gives_the_bytes_of_every_tensor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "data", "length", "why"),
     [
-        (b"{}", b"", 10**13, "its header would be 10000000000000 bytes"),
-        (b"{nonsense", b"", None, "its header is damaged"),
-        (b"[1, 2]", b"", None, "its header is damaged"),
-        ({"a": {"dtype": "F32"}}, b"", None, "its header is damaged"),
-        ({"a": entry(0, 8, [2], "F99")}, b"x" * 8, None, "a has the type 'F99'; types that can be read"),
-        ({"a": entry(-8, 8, [4])}, b"x" * 8, None, "negative sizes of a"),
-        ({"a": entry(0, 8, [2])}, b"x" * 7, None, "a ends at byte"),
-        ({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, b"x" * 12, None, "b overlaps"),
-        ({"a": entry(0, 8, [3])}, b"x" * 8, None, r"a of shape \[3\] has 8 bytes"),
+        (b"{}", b"", 10**13, "header too large"),
+        (b"{nonsense", b"", None, "invalid JSON in header"),
+        ({"a": {"dtype": "F32"}}, b"", None, "missing field"),
+        ({"a": entry(0, 8, [4], "U16")}, b"x" * 8, None, "a has the type 'U16'; types that can be read"),
+        ({"a": entry(0, 8, [2])}, b"x" * 7, None, "incomplete metadata"),
+        ({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, b"x" * 12, None, "invalid offset"),
+        ({"a": entry(0, 8, [3])}, b"x" * 8, None, "invalid shape"),
     ],
 )
 def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path, header, data, length, why):
