@@ -158,7 +158,7 @@ def test_the_later_layout_shares_the_targets_head(llama, tmp_path):
     ("config", "message"),
     [
         ({"medusa_num_layers": 2}, "has 1 blocks in a head, but its config.json has medusa_num_layers 2"),
-        ({"medusa_num_heads": "4"}, "it has medusa_num_heads '4'"),
+        ({"medusa_num_heads": "4"}, "medusa_num_heads=.4.: must be a whole number"),
         ({"version": "2"}, "unknown 0.1.weight"),
     ],
 )
