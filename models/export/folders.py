@@ -7,7 +7,6 @@ import json
 import logging
 import pickle
 import zipfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,11 +21,6 @@ from ..drafters.saved.folder import CONFIG_FILE, MOST_PROBLEMS, WEIGHTS_FILE, in
 
 logger = logging.getLogger(__name__)
 
-COUNTS = (
-    *("medusa_num_heads", "medusa_num_layers", "num_draft_layers", "num_hidden_layers", "num_medusa_heads"),
-    *("n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
-)
-"""Keys of counts whose items each have at least one tensor."""
 INDEX_SUFFIX = ".index.json"
 NOTE_FILE = "outrider.json"
 """File of our own notes in an export: see `formats`."""
@@ -81,20 +75,7 @@ def open_folder(path: Path, weight_files: tuple[str, ...] = WEIGHT_FILES) -> Fol
                 names = ", ".join(sorted(wrong)[:MOST_PROBLEMS])
                 raise ValueError(f"{file} and the index of {path} don't agree on {names}; download both again")
         shapes |= loaded
-    _require_counts(config, len(shapes), path / CONFIG_FILE)
     return Folder(path=path, config=config, shapes=shapes, files=tuple(files))
-
-
-def _require_counts(config: Mapping[str, Any], num_tensors: int, path: Path) -> None:
-    """Raise ValueError if a configuration counts more layers or heads than there are tensors.
-
-    It names the key, which `bounded_build` can't.
-    """
-    for name in COUNTS:
-        if isinstance(count := config.get(name), int) and count > num_tensors:
-            raise ValueError(
-                f"{path} has {name} {count}, and there are {num_tensors} tensors in all; copy or export the drafter again"
-            )
 
 
 def _weight_files(path: Path, names: tuple[str, ...]) -> tuple[list[Path], dict[str, str] | None]:

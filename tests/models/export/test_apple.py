@@ -173,6 +173,7 @@ def test_import_options_are_checked_as_for_saved_drafters(target, tmp_path, opti
         (lambda config: config.update(exit_dim=48), r"missing input_proj.bias; missing input_proj.weight"),
         (lambda config: config.update(exit_dim=10**12), "exit_dim=1000000000000: must be below"),
         (lambda config: config.update(num_draft_layers=1), r"missing lm_head.1.weight"),
+        (lambda config: config.update(num_draft_layers=3_000_000), "a model of more than .* modules and parameters"),
         (lambda config: config.update(num_draft_layers=-1), "num_draft_layers=-1: must be at least 0"),
     ],
 )

@@ -168,11 +168,3 @@ def test_tensors_in_8_bits_are_checked_for_nan(tmp_path):
     safetensors.torch.save_file({"a": wrong}, folder(tmp_path / "a") / "model.safetensors")
     with pytest.raises(ValueError, match="a holds numbers that aren't finite"):
         open_folder(tmp_path / "a").load()
-
-
-@pytest.mark.parametrize("name", ["num_draft_layers", "num_hidden_layers", "medusa_num_heads"])
-def test_more_layers_than_tensors_are_an_error_before_they_are_built(tmp_path, name):
-    safetensors.torch.save_file(TENSORS, folder(tmp_path / "a") / "model.safetensors")
-    (tmp_path / "a" / "config.json").write_text(json.dumps({name: 3_000_000}))
-    with pytest.raises(ValueError, match=f"has {name} 3000000, and there are {len(TENSORS)} tensors in all"):
-        open_folder(tmp_path / "a")
