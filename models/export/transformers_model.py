@@ -7,14 +7,12 @@ otherwise. Besides our exports, any folder of a causal model of transformers wit
 tokenizer can be read.
 """
 
-import inspect
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig
 
 from ...data.files import write_json
 from ..bounded_build import bounded_build, require_possible_numbers
@@ -31,22 +29,6 @@ from .llama import SAME_NUMBER
 
 PREFIX = "model."
 """Prefix of the model's tensors in our own names."""
-FORMER_KEYS = frozenset(
-    {
-        "finetuning_task",
-        "gradient_checkpointing",
-        "max_sequence_length",
-        "n_ctx",
-        "prefix",
-        "pretraining_tp",
-        "task_specific_params",
-        "tf_legacy_loss",
-        "torchscript",
-        "use_bfloat16",
-    }
-)
-"""Keys of configurations that older versions of transformers wrote. None of them changes what a
-model computes."""
 
 
 def write(drafter: DraftModel, target: HFTarget) -> FolderContents:
@@ -97,7 +79,6 @@ def read(folder: Folder, target: HFTarget) -> Reading:
             model = build_model(named, target)
     except ValueError as error:
         raise ValueError(f"{folder.path / CONFIG_FILE} describes no model: {error}") from error
-    _require_known_keys(named, model.config, folder.path / CONFIG_FILE)
     if not (folder.path / NOTE_FILE).is_file():  # a note records the tokenizer's digest
         # Pass the checked configuration; otherwise transformers would read the unchecked file
         # again.
@@ -128,24 +109,6 @@ def _decoded(value: Any) -> Any:
     if isinstance(value, list):
         return [_decoded(part) for part in value]
     return next((number for written, number in INFINITIES if value == written), value)
-
-
-def _require_known_keys(keys: Mapping[str, Any], config: PreTrainedConfig, path: Path) -> None:
-    """Raise ValueError for a key that this kind of model doesn't have.
-
-    Switches that are off are allowed. A configuration of transformers keeps unknown keys as
-    attributes. It doesn't keep keys that it knows under an older name, such as `rope_theta`.
-    """
-    kind = type(config)
-    known = FORMER_KEYS.union(
-        inspect.signature(kind).parameters, kind.attribute_map, PreTrainedConfig().to_dict(), ["model_type"]
-    )
-    on = {name for name, value in keys.items() if value not in (None, False) and hasattr(config, name)}
-    if unknown := sorted(on - known):
-        raise ValueError(
-            f"{path} has {', '.join(unknown)}, which transformers' {kind.__name__} doesn't support, so the model may differ "
-            "from the trained one; delete these keys if they don't change what the model computes"
-        )
 
 
 def is_of(folder: Folder) -> bool:
