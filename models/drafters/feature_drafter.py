@@ -10,7 +10,7 @@ target hasn't computed yet (arXiv 2401.15077, section 3.1).
 
 from abc import abstractmethod
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -45,16 +45,6 @@ class TextEntries(NamedTuple):
     hidden: Float[torch.Tensor, "batch seq hidden"]
     keys: torch.Tensor
     values: torch.Tensor
-
-
-@runtime_checkable
-class KeyValues(Protocol):
-    """A cache as the layer's attention uses it."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add keys and values [batch, kv_head, entry, head_dim], and return all to be read."""
 
 
 class FeatureDrafter(CachedDrafter):
@@ -127,7 +117,7 @@ class FeatureDrafter(CachedDrafter):
         tokens: Int[torch.Tensor, "batch seq"],
         hidden: Float[torch.Tensor, "batch seq hidden"],
         positions: Int[torch.Tensor, "rows seq"],
-        cache: KeyValues,
+        cache: Any,
         mask: Bool[torch.Tensor, "batch 1 seq key"] | None,
         **options: Any,
     ) -> Float[torch.Tensor, "batch seq hidden"]:
@@ -157,7 +147,7 @@ class FeatureDrafter(CachedDrafter):
         hidden: Float[torch.Tensor, "batch seq hidden"],
         rotation: Rotation,
         positions: Int[torch.Tensor, "rows seq"],
-        cache: KeyValues,
+        cache: Any,
         mask: Bool[torch.Tensor, "batch 1 seq key"] | None,
         **options: Any,
     ) -> Float[torch.Tensor, "batch seq hidden"]:
