@@ -23,8 +23,7 @@ from ..drafters.base import TrainableDrafter
 from ..drafters.options import current_options
 from ..drafters.registry import DRAFTERS, DrafterSpec, kind_of
 from ..drafters.saved.build import shapes_of
-from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, raise_problems, shape_problems
-from ..drafters.saved.loading import require_fitting_target
+from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, raise_problems, require_fitting_target, shape_problems
 from ..llm.hf_target import HFTarget
 from .folders import NOTE_FILE, Folder, open_folder
 

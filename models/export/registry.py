@@ -13,8 +13,7 @@ from ..drafters.base import TrainableDrafter
 from ..drafters.fused_layers import default_feature_layers
 from ..drafters.registry import kind_of
 from ..drafters.saved.build import drafter_of_weights, saved_spec
-from ..drafters.saved.folder import read_drafter_config
-from ..drafters.saved.loading import require_fitting_target
+from ..drafters.saved.folder import read_drafter_config, require_fitting_target
 from ..llm.hf_target import HFTarget
 from . import apple, dspark, eagle1, eagle3, medusa, mtp, speculators, transformers_model
 from .folders import WEIGHT_FILES, open_folder

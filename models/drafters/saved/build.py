@@ -27,6 +27,7 @@ from .folder import (
     count_tensors,
     read_drafter_config,
     read_weights,
+    require_fitting_target,
     require_recorded_weights,
 )
 
@@ -217,17 +218,7 @@ def _options_of(folder: Path, saved: DrafterFile, options: Mapping[str, Any]) ->
 
 def _require_same_shape(folder: Path, trained_for: TargetIdentity, target: TargetIdentity) -> None:
     """Raise ValueError if weights don't fit this target; warn if the tokenizer differs."""
-    problems = [
-        f"{name} {getattr(trained_for, name)} in the drafter, {getattr(target, name)} in the target"
-        for name in ("hidden_size", "vocab_size")
-        if getattr(trained_for, name) != getattr(target, name)
-    ]
-    if problems:
-        raise ValueError(
-            f"the drafter in {folder} was trained for {trained_for.name}, and {target.name} has another shape: "
-            f"{'; '.join(problems)}. Its weights can't be adapted to that; leave drafter.{START_FROM} out to train from fresh "
-            "weights, or start from a drafter of a target of this hidden size and vocabulary"
-        )
+    require_fitting_target(folder, replace(trained_for, tokenizer_sha256=""), target)
     if trained_for.tokenizer_sha256 != target.tokenizer_sha256:
         logger.warning(
             "the drafter in %s was trained with another tokenizer (that of %s): unless only a few special tokens differ, the "

@@ -72,6 +72,26 @@ def read_drafter_config(directory: Path) -> DrafterFile:
     return config
 
 
+def require_fitting_target(directory: Path, trained_for: TargetIdentity, target: TargetIdentity) -> None:
+    """Raise ValueError for a target of another shape or tokenizer.
+
+    Tokenizers are compared only if both are known.
+    """
+    names = ["hidden_size", "vocab_size"]
+    if trained_for.tokenizer_sha256 and target.tokenizer_sha256:
+        names.append("tokenizer_sha256")
+    problems = [
+        f"{name}: {getattr(trained_for, name)} for the drafter, {getattr(target, name)} for this target"
+        for name in names
+        if getattr(trained_for, name) != getattr(target, name)
+    ]
+    if problems:
+        raise ValueError(
+            f"the drafter in {directory} was trained for {trained_for.name} and doesn't fit {target.name}: "
+            f"{'; '.join(problems)}. Use it with its own target, or train one for this target from fresh weights"
+        )
+
+
 def record_weights(directory: Path) -> None:
     """Record the digest of the weights in `config.json`, after a change of them."""
     digest = sha256_file(directory / WEIGHTS_FILE)
