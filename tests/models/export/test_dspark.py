@@ -371,7 +371,8 @@ def test_an_unsupported_configuration_is_an_error_before_weights_are_read(format
     ("change", "message"),
     [
         ({"num_hidden_layers": 0}, "num_hidden_layers=0: must be above 0"),
-        ({"num_hidden_layers": 10**9}, "has num_hidden_layers 1000000000"),
+        ({"num_hidden_layers": 10**9}, "layer_types .* of 1000000000 layers"),
+        ({"num_hidden_layers": 10**9, "layer_types": None}, "has num_hidden_layers 1000000000"),
         ({"num_hidden_layers": 3}, "layer_types .* of 3 layers"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2}, "must be a multiple of the second"),
     ],
