@@ -1,7 +1,6 @@
 """Common parts of the formats with decoder layers: a layer is described as a small Llama or Qwen3."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
@@ -31,8 +30,6 @@ LAYER_WEIGHTS = (
 QKV_BIASES = tuple(f"self_attn.{name}_proj.bias" for name in "qkv")
 FORM_KEYS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "hidden_act", "rms_norm_eps")
 BIASES = ("attention_bias", "mlp_bias")
-MOST = 1e12
-"""Largest plausible value of a base, a factor, or a number of tokens."""
 ROPE_OF_POSITIONS = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embeddings that depend only on their own parameters. Other kinds also depend on
 the length of the context."""
@@ -60,7 +57,7 @@ GENERAL_KEYS = frozenset(
 )
 """Keys of a configuration that don't affect weights or computation, unless a format's dataclass has
 them."""
-Positive = Annotated[float, Field(gt=0, le=MOST)]
+Positive = Annotated[float, Field(gt=0, le=1e12)]
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -88,7 +85,7 @@ class LayerKeys:
     use_sliding_window: Literal[False] | None = None
 
     def __post_init__(self) -> None:
-        problems = rope_problems(vars(self))
+        problems = []
         if self.sliding_window is not None and self.use_sliding_window is None:  # switched off, its size has no effect
             problems.append(f"sliding_window {self.sliding_window!r}")
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
@@ -236,10 +233,12 @@ def read_layers(keys: LayerKeys, folder: Folder, target: HFTarget, *, max_layers
 def _parse(keys: LayerKeys, folder: Folder, target: HFTarget) -> Any:
     """Build transformers' configuration of the described layer.
 
-    A missing rotary base takes transformers' default.
+    A missing rotary base takes transformers' default. Of unknown parameters of rotary embeddings
+    transformers warns.
     """
     make: Any = FORMS[keys.model_type][0]
-    names = (*FORM_KEYS, *BIASES, *ROPE_KEYS, "head_dim", "hidden_size", "vocab_size", "rope_theta", "max_position_embeddings")
+    others = {"model_type", "num_hidden_layers", "layer_types", "sliding_window", "use_sliding_window"}
+    names = {field.name for field in fields(LayerKeys)} - others
     options = {name: value for name in names if (value := getattr(keys, name)) is not None}
     options.setdefault("num_key_value_heads", keys.num_attention_heads)
     try:
@@ -290,71 +289,3 @@ def require_target_parts(tensors: Mapping[str, torch.Tensor], target: HFTarget, 
 
 SAME_NUMBER = 2**-7
 """Relative difference that rounding to the narrower of two 16-bit types explains."""
-
-
-# --- checks of rotary embeddings: transformers only warns of unknown values, and ignores them
-
-
-ROPE_KEYS = ("rope_parameters", "rope_scaling")
-"""Keys of a configuration with rotary embeddings: the current one of transformers, and that of
-older versions."""
-NEEDED: dict[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "dynamic": frozenset({"factor"}),
-    "yarn": frozenset({"factor", "original_max_position_embeddings"}),
-    "longrope": frozenset({"short_factor", "long_factor", "original_max_position_embeddings"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-}
-"""Parameters that each kind needs (transformers' modeling_rope_utils.py)."""
-OPTIONAL: dict[str, frozenset[str]] = {
-    "dynamic": frozenset({"original_max_position_embeddings"}),
-    "yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
-    "longrope": frozenset({"attention_factor", "factor"}),
-}
-OF_ALL = frozenset({"rope_theta", "rope_type", "type"})
-
-
-def rope_problems(config: Mapping[str, Any]) -> list[str]:
-    """List the problems of a configuration's rotary embeddings.
-
-    A value may be unknown, missing, impossible or set twice.
-    """
-    present = {key: config[key] for key in ROPE_KEYS if config[key] is not None}
-    problems = [problem for key, rope in present.items() for problem in _problems(key, rope)]
-    bases = {key: rope["rope_theta"] for key, rope in present.items() if rope.get("rope_theta") is not None}
-    bases |= {"the configuration": config["rope_theta"]} if config["rope_theta"] is not None else {}
-    problems += [f"rope_theta {base!r}" for base in bases.values() if not is_positive(base)]
-    if not problems and len(set(bases.values())) > 1:
-        problems.append(f"several rope_theta: {', '.join(f'{base} in {key}' for key, base in bases.items())}")
-    if not problems and len(present) > 1 and config["rope_parameters"] != config["rope_scaling"]:
-        problems.append("different rope_parameters and rope_scaling")
-    return problems
-
-
-def _problems(key: str, rope: Mapping[str, Any]) -> list[str]:
-    kind = rope.get("rope_type", rope.get("type"))
-    if not isinstance(kind, str) or kind not in NEEDED:
-        if kind is None and not rope.keys() - {"rope_theta"}:
-            return []
-        return [f"{key} of the type {kind!r} (known: {', '.join(NEEDED)})"]
-    if rope.get("type", kind) != kind:
-        return [f"{key} of two types, {kind} and {rope['type']}"]
-    optional = OPTIONAL.get(kind, frozenset())
-    problems = [f"no {key}.{name}" for name in sorted(NEEDED[kind]) if rope.get(name) is None]
-    problems += [f"an unknown key {key}.{name}" for name in sorted(map(str, rope.keys() - NEEDED[kind] - optional - OF_ALL))]
-    numbers = {name: rope[name] for name in (NEEDED[kind] | optional) & rope.keys() if rope[name] is not None}
-    return problems + [f"{key}.{name} {value!r}" for name, value in sorted(numbers.items()) if not _is_possible(name, value)]
-
-
-def _is_possible(name: str, value: Any) -> bool:
-    if name == "truncate":
-        return isinstance(value, bool)
-    if name in ("short_factor", "long_factor"):
-        return isinstance(value, list) and bool(value) and all(map(is_positive, value))
-    return is_positive(value)
-
-
-def is_positive(value: Any) -> bool:
-    """Check for a number that is possible as a base, a factor or a length."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf and value <= MOST
