@@ -28,11 +28,9 @@ from .formats import FolderContents, Format, Reading, Tensors
 from .llama import (
     LAYER_WEIGHTS,
     QKV_BIASES,
-    SAME_NUMBER,
     LayerKeys,
     describe,
     embedding_problems,
-    frequencies,
     layer_config,
     layer_problems,
     raise_unsupported,
@@ -139,8 +137,6 @@ def read(folder: Folder, target: HFTarget) -> Reading:
         require_target_parts(tensors, target, head=True, folder=folder)
         if not config.bias and "fc.bias" in tensors and tensors["fc.bias"].any():
             raise ValueError(f"{folder.path} has an fc.bias that isn't zero, but the drafter has none; export it again")
-        if ROTARY in tensors and not torch.allclose(tensors[ROTARY].float(), frequencies(model_config), rtol=SAME_NUMBER):
-            raise ValueError(f"{folder.path} has a {ROTARY} that contradicts the base in its config.json; correct rope_theta")
         return {}
 
     return Reading(

@@ -176,12 +176,6 @@ def raise_unsupported(problems: list[str], name: str) -> None:
         raise ValueError(f"the drafter can't be written as {name}: {'; '.join(problems)}")
 
 
-def frequencies(config: Any) -> torch.Tensor:
-    """Compute the rotary frequencies of a layer's configuration, on the CPU."""
-    rotary: Any = FORMS[config.model_type][2](config)
-    return rotary.inv_freq.float()
-
-
 def write_config(layer: Any, target: HFTarget) -> dict[str, Any]:
     """Describe a drafter's layer with the keys of a Llama of one layer.
 

@@ -298,10 +298,6 @@ def test_tensors_that_contradict_the_target_or_each_other_are_an_error(llama, tm
         resave(tmp_path / "a", {**tensors, **change})
         with pytest.raises(ValueError, match=message):
             import_drafter(tmp_path / "a", llama)
-    tensors = publish(tmp_path / "b", {**OWN_LAYER, "bias": False})
-    resave(tmp_path / "b", {**tensors, "layers.0.self_attn.rotary_emb.inv_freq": 1 / 10000 ** (torch.arange(0, 8, 2) / 8)})
-    with pytest.raises(ValueError, match="contradicts the base in its config.json"):
-        import_drafter(tmp_path / "b", llama)
     publish(tmp_path / "c", {**OWN_LAYER, "bias": False}, bias=True)
     with pytest.raises(ValueError, match="has bias True in config.json, but fc.bias is missing"):
         import_drafter(tmp_path / "c", llama)
