@@ -154,14 +154,6 @@ class Head:
         )
 
 
-def read_own_head(tensors: Tensors, target: HFTarget) -> None:
-    """Fill the tensors of a drafter with the MTP head in the target's own files.
-
-    Raises ValueError as `read_head` does.
-    """
-    read_head(tensors, own_weights(target), target)
-
-
 def own_weights(target: HFTarget) -> Stored:
     """Return the tensors of the target's files. Raises ValueError if they aren't known, or no safetensors files."""
     config = target.model.config

@@ -114,7 +114,8 @@ def write_folder(
     for a folder that holds anything else already.
     """
     # 1. Convert the drafter, and check all before anything is written.
-    require_kind(format, drafter)
+    if kind_of(drafter) != format.kind:
+        raise ValueError(f"a drafter of the kind {kind_of(drafter)} can't be written as {format.name}; {format.kind} can")
     layout = format.write(drafter, target)
     dtype = None if layout.of_target else dtype
     require_own_folder(directory, format.name)
@@ -159,12 +160,6 @@ def _packed(tensors: Tensors, file: str) -> bytes:
 
 def _dtype_name(tensors: Tensors) -> str:
     return str(next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())).removeprefix("torch.")
-
-
-def require_kind(format: Format, drafter: TrainableDrafter) -> None:
-    """Raise ValueError for a drafter of another kind."""
-    if kind_of(drafter) != format.kind:
-        raise ValueError(f"a drafter of the kind {kind_of(drafter)} can't be written as {format.name}; {format.kind} can")
 
 
 def require_own_folder(directory: Path, name: str) -> None:
@@ -238,39 +233,20 @@ def read_folder(
     tensors = folder.load()
     weights = {name: tensors[stored] for name, stored in stored_names.items()} | reading.convert(tensors, config)
     drafter = DRAFTERS[kind].for_target(config, target).cpu()
-    for name in format.measured:
-        weights[name] = _measured(name, drafter.get_buffer(name), note, folder.path)
-    _adopt(drafter, weights, described)
+    weights |= {name: drafter.get_buffer(name) for name in format.measured}
+    _adopt(drafter, weights, {} if note is None else note.measured, described)
     return drafter.eval().requires_grad_(False)
 
 
-def _measured(name: str, default: torch.Tensor, note: Note | None, directory: Path) -> torch.Tensor:
-    """Read a measured tensor from the note; without one return its default.
-
-    Raises ValueError for values that don't fit the tensor.
-    """
-    if note is None or name not in note.measured:
-        return default
-    try:
-        measured = torch.tensor(note.measured[name], dtype=default.dtype)
-    except (ValueError, TypeError, RuntimeError, OverflowError):  # rows of unequal lengths, say
-        measured = torch.empty(0)
-    if measured.shape != default.shape or not measured.isfinite().all():
-        raise ValueError(
-            f"{directory / NOTE_FILE} has measured.{name} that isn't {tuple(default.shape)} finite numbers; export it again"
-        )
-    return measured
-
-
-def _adopt(drafter: TrainableDrafter, weights: Tensors, describing: Path) -> None:
-    """Load weights into the drafter, in their type if they share one.
+def _adopt(drafter: TrainableDrafter, weights: Tensors, measured: Mapping[str, list[list[float]]], describing: Path) -> None:
+    """Load weights into the drafter, in their type if they share one, and what was `measured`.
 
     `describing` is the file that describes the weights.
     """
     take_dtype(drafter, weights)
     try:
-        drafter.load_state_dict(weights)
-    except RuntimeError as error:  # all else has been checked: only tensors without a place in the format can be wrong
+        drafter.load_state_dict(weights | {name: torch.tensor(values) for name, values in measured.items()})
+    except (RuntimeError, ValueError) as error:  # all else has been checked: only tensors without a place in the format
         raise ValueError(f"{describing} doesn't match the weights ({error}); export it again") from error
     drafter.check_weights()
 

@@ -207,9 +207,9 @@ def test_an_outrider_json_of_another_drafter_or_target_is_an_error(name, llama, 
 @pytest.mark.parametrize(
     ("measured", "message"),
     [
-        ({"accuracies": [[float("nan")] * 5] * 3}, r"has measured.accuracies that isn't \(\d+, \d+\) finite numbers"),
-        ({"accuracies": [[0.5], [0.5, 0.5]]}, r"has measured.accuracies that isn't"),
-        ({"accuracies": [[0.5]]}, r"has measured.accuracies that isn't"),
+        ({"accuracies": [[float("nan")] * 10] * 3}, "accuracies must be shares of all labels"),
+        ({"accuracies": [[0.5], [0.5, 0.5]]}, r"outrider.json doesn't match the weights"),
+        ({"accuracies": [[0.5]]}, r"outrider.json doesn't match the weights"),
         ({"speed": [[1.0]]}, "has unknown measurements, speed"),
     ],
 )
