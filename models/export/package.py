@@ -28,9 +28,9 @@ from ..drafters.saved.folder import (
     TRAINING_FILE,
     WEIGHTS_FILE,
     MergeFile,
-    count_tensors,
     read_drafter_config,
     read_training_facts,
+    tensor_names,
 )
 from ..drafters.saved.parts import DrafterParts, packaged_parts, parse_drafter_name
 from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE, START_FILE, custom_generate_files
@@ -77,7 +77,7 @@ def make_package(name: Path | DrafterParts, output: Path, readme: str, certifica
     if drafter is not None:
         read_drafter_config(drafter)
         read_training_facts(drafter)
-        count_tensors(drafter / WEIGHTS_FILE)
+        tensor_names(drafter / WEIGHTS_FILE)
         require_unaltered(drafter)
     if certificate is not None:
         read_certificate(certificate)
@@ -174,7 +174,7 @@ def package_files(folder: Path, called: str = "") -> dict[str, Path]:
         raise ValueError(f"{called} holds no drafter: it needs {CONFIG_FILE} and weights in safetensors")
     for name, path in files.items():
         if name.endswith(".safetensors"):
-            count_tensors(path, f"{called}: {name}")
+            tensor_names(path, f"{called}: {name}")
     if f"{FOLDER}/{START_FILE}" in files:
         _require_own(folder, files, called)
     return files

@@ -24,11 +24,11 @@ from .folder import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     DrafterFile,
-    count_tensors,
     read_drafter_config,
     read_weights,
     require_fitting_target,
     require_recorded_weights,
+    tensor_names,
 )
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def drafter_of_weights(spec: DrafterSpec, folder: Path, target: HFTarget) -> Tra
     # Don't copy the target's weights first: the trained weights replace them, and a quantised
     # target couldn't provide them.
     without_init = replace(config, init="random") if getattr(config, "init", None) == "target" else config
-    num_tensors = count_tensors(folder / WEIGHTS_FILE)
+    num_tensors = len(tensor_names(folder / WEIGHTS_FILE))
     shapes = shapes_of(kind, without_init, target, folder / CONFIG_FILE, num_tensors)
     tensors = read_weights(folder / WEIGHTS_FILE, shapes)
     drafter = DRAFTERS[kind].for_target(without_init, target)

@@ -153,11 +153,6 @@ def write_training_facts(directory: Path, facts: TrainingFacts) -> None:
     write_json(directory / TRAINING_FILE, asdict(facts))
 
 
-def count_tensors(path: Path, called: str = "") -> int:
-    """Count the tensors of a file, as `tensor_names` lists them."""
-    return len(tensor_names(path, called))
-
-
 def tensor_names(path: Path, called: str = "") -> list[str]:
     """List the names of a file's tensors by its header.
 
@@ -176,7 +171,7 @@ def tensor_names(path: Path, called: str = "") -> list[str]:
 
 def read_weights(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Read the tensors of a file; check names, shapes and kinds of number by `expected`."""
-    count_tensors(path)
+    tensor_names(path)
     tensors = safetensors.torch.load_file(path)
     raise_problems(path, shape_problems(tensors, expected) or infinite_problems(tensors))
     return tensors
