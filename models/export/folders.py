@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 
 from ...data.files import read_json
-from ..drafters.saved.folder import CONFIG_FILE, MOST_PROBLEMS, WEIGHTS_FILE, infinite_problems, raise_problems
+from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, infinite_problems, raise_problems
 
 logger = logging.getLogger(__name__)
 
@@ -62,34 +62,29 @@ def open_folder(path: Path, weight_files: tuple[str, ...] = WEIGHT_FILES) -> Fol
     config = read_json(path / CONFIG_FILE)
     if not isinstance(config, dict):
         raise ValueError(f"{path / CONFIG_FILE} is not a configuration but a {type(config).__name__}")
-    # 2. Read the shapes of all tensors, each from the file that the index names.
-    files, indexed = _weight_files(path, weight_files)
+    # 2. Read the shapes of all tensors.
+    files = _weight_files(path, weight_files)
     shapes: dict[str, torch.Tensor] = {}
     for file in files:
         loaded = _read(file, "meta")
         if repeated := sorted(loaded.keys() & shapes.keys()):
             raise ValueError(f"{path} has {repeated[0]} in two files; keep one")
-        if indexed is not None:
-            expected = {name for name, indexed_file in indexed.items() if indexed_file == file.name}
-            if wrong := expected ^ loaded.keys():
-                names = ", ".join(sorted(wrong)[:MOST_PROBLEMS])
-                raise ValueError(f"{file} and the index of {path} don't agree on {names}; download both again")
         shapes |= loaded
     return Folder(path=path, config=config, shapes=shapes, files=tuple(files))
 
 
-def _weight_files(path: Path, names: tuple[str, ...]) -> tuple[list[Path], dict[str, str] | None]:
-    """Find the files with weights, and the index's file of each tensor, if there is an index."""
+def _weight_files(path: Path, names: tuple[str, ...]) -> list[Path]:
+    """Find the files with weights: one, or those of an index."""
     for name in names:
         if (path / name).is_file():
-            return [path / name], None
+            return [path / name]
         if (path / (name + INDEX_SUFFIX)).is_file():
             return _indexed(path / (name + INDEX_SUFFIX))
     others = ", ".join(sorted(file.name for file in path.iterdir() if file.name != CONFIG_FILE)) or "nothing"
     raise ValueError(f"{path} has no {' or '.join(names)} beside its {CONFIG_FILE}, but {others}; complete the download")
 
 
-def _indexed(path: Path) -> tuple[list[Path], dict[str, str]]:
+def _indexed(path: Path) -> list[Path]:
     index = read_json(path)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -101,7 +96,7 @@ def _indexed(path: Path) -> tuple[list[Path], dict[str, str]]:
             raise ValueError(f"{path} names the file {name!r}, which may lie outside of the folder; write plain names of files")
         if not (path.parent / name).is_file():
             raise ValueError(f"{path} names {name}, which is missing; complete the download")
-    return [path.parent / name for name in files], weight_map
+    return [path.parent / name for name in files]
 
 
 def _read(path: Path, device: str) -> dict[str, torch.Tensor]:

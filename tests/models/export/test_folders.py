@@ -91,8 +91,6 @@ def test_an_index_that_names_a_file_outside_of_its_folder_is_an_error(tmp_path, 
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
-        ({"a": "one.safetensors", "b": "two.safetensors"}, "the index of .* don't agree on c"),
-        ({"a": "one.safetensors", "d": "one.safetensors"}, "don't agree on d"),
         ({"a": "one.safetensors", "b": "three.safetensors"}, "names three.safetensors, which is missing"),
         ({"a": 1}, "must name a file for each tensor"),
         ([], "must name a file for each tensor"),
@@ -107,7 +105,7 @@ def test_an_index_that_contradicts_its_files_is_an_error(tmp_path, weight_map, m
 def test_a_tensor_in_two_files_is_an_error(tmp_path):
     with_index(tmp_path / "a", {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"})
     safetensors.torch.save_file({name: TENSORS[name] for name in "abc"}, tmp_path / "a" / "two.safetensors")
-    with pytest.raises(ValueError, match="in two files|don't agree on a"):
+    with pytest.raises(ValueError, match="in two files"):
         open_folder(tmp_path / "a")
 
 
