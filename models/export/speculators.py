@@ -40,31 +40,13 @@ and vLLM's defaults differ for the first."""
 
 
 @dataclass(kw_only=True, config=OPTIONS)
-class MethodKeys:
-    """Keys of an entry of `speculators_config.proposal_methods`."""
-
-    accept_tolerance: Any = None
-    proposal_type: Any = None
-    speculative_tokens: int | None = None
-    verifier_accept_k: Any = None
-
-
-@dataclass(kw_only=True, config=OPTIONS)
-class VerifierKeys:
-    """Keys of `speculators_config.verifier`."""
-
-    architectures: Any = None
-    name_or_path: Any = None
-
-
-@dataclass(kw_only=True, config=OPTIONS)
 class ProposalKeys:
-    """Keys of `speculators_config`."""
+    """Keys of `speculators_config`. How engines shall draft, and with which target, is their affair."""
 
     algorithm: str | None = None
     default_proposal_method: Any = None
-    proposal_methods: list[MethodKeys] | None = None
-    verifier: VerifierKeys | None = None
+    proposal_methods: list[dict[str, Any]] | None = None
+    verifier: Any = None
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -144,8 +126,8 @@ def read(folder: Folder, target: HFTarget) -> Reading:
     if keys.eagle_aux_hidden_state_layer_ids is not None:
         options["feature_layers"] = keys.eagle_aux_hidden_state_layer_ids
     methods = keys.speculators_config.proposal_methods
-    if methods and methods[0].speculative_tokens is not None:
-        options["depth"] = methods[0].speculative_tokens
+    if methods and (depth := methods[0].get("speculative_tokens")) is not None:
+        options["depth"] = depth
     return vocabulary_reading(
         folder, target, options=options, draft_vocab_size=keys.draft_vocab_size, rename=partial(names_of, "layers.0")
     )
