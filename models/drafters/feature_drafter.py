@@ -26,11 +26,10 @@ from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_of
 from ..llm.tree_attention import expanded, visible_columns
 from ..llm.tree_cache import TreeCache
-from .beams import SearchTree, largest
+from .beams import GroupSearch, SearchTree, largest, level_sizes
 from .branches import Branches, Entries, KeysAndValues, Masks
 from .cached_drafter import CachedDrafter, CachedText, read_prompts
 from .decoder_layer import make_rotary, rotary_options
-from .group_search import GroupSearch, level_sizes
 from .labels import Labels
 from .shared_options import TreeOptions
 from .vocabulary import DraftVocabulary
@@ -57,7 +56,6 @@ class FeatureDrafter(CachedDrafter):
     vocab_size: int
     layer: Any
     """A decoder layer of the target's kind, or of `config.layer`."""
-    _keep_activations: bool = True
 
     def __init__(
         self, target: HFTarget, layer: nn.Module, form: dict[str, Any] | None = None, *, kind: str | None = None
@@ -223,9 +221,6 @@ class FeatureDrafter(CachedDrafter):
         entries = Entries(text, earlier, masks)
         outputs = self._read(inputs, hidden, rotation, positions, entries, visible, entries=entries)
         return outputs, *entries.branches[-1]
-
-    def checkpoint_activations(self) -> None:
-        self._keep_activations = False
 
     # --- decoding
 

@@ -115,15 +115,10 @@ def telling_hub_errors(repo: str, revision: str | None = None) -> Iterator[None]
         yield
     except HFValidationError as error:
         raise ValueError(f"{repo!r} is not the name of a repository; give user/name ({_first_line(error)})") from error
-    except OfflineModeIsEnabled as error:
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         raise ValueError(
-            f"{at} can't be read: {why_offline()}. Check the network (and HF_HUB_OFFLINE and HF_ENDPOINT, and whether a proxy "
-            "answers in its place), and run the command again, or give a local folder"
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise ValueError(
-            f"{at} isn't in the cache, and {why_offline()}: check the network (and HF_HUB_OFFLINE and HF_ENDPOINT), "
-            "or give a local folder"
+            f"{at} isn't in the cache, and {why_offline()}: check the network (and HF_HUB_OFFLINE and HF_ENDPOINT, and whether "
+            "a proxy answers in its place), and run the command again, or give a local folder"
         ) from error
     except RevisionNotFoundError as error:
         raise ValueError(f"{repo} has no branch, tag or commit {revision}; check the name of the revision") from error

@@ -108,14 +108,9 @@ def load_part(
         return make_training_free(part.name, runtime_options, target)
     if part.is_model:
         return _beside(load_model(part.folder, part.spec(runtime_options).config, target), target)
-    return load_trained(part.folder, target, **runtime_options)
-
-
-def load_trained(directory: Path, target: HFTarget, **runtime_options: Any) -> TrainableDrafter:
-    """Load the trained drafter of a folder. Raises ValueError as `load_drafter` does."""
-    saved = read_drafter_config(directory)
-    require_fitting_target(directory, saved.target, target.identity)
-    return _beside(drafter_of_weights(saved_spec(saved, runtime_options), directory, target), target)
+    saved = read_drafter_config(part.folder)
+    require_fitting_target(part.folder, saved.target, target.identity)
+    return _beside(drafter_of_weights(saved_spec(saved, runtime_options), part.folder, target), target)
 
 
 def _beside(drafter: TrainableDrafter, target: HFTarget) -> TrainableDrafter:
