@@ -41,10 +41,6 @@ def write(drafter: DraftModel, target: HFTarget) -> FolderContents:
     return FolderContents(config=config, tensors=tensors, write_more=partial(_write_more, drafter, target))
 
 
-INFINITIES = [({"__float__": f"{sign}Infinity"}, float(f"{sign}inf")) for sign in ("", "-")]
-"""Numbers that transformers writes as mappings."""
-
-
 def _write_more(drafter: DraftModel, target: HFTarget, directory: Path) -> None:
     target.tokenizer.save_pretrained(directory)
     stops = list(target.stop_ids)
@@ -72,7 +68,7 @@ def read(folder: Folder, target: HFTarget) -> Reading:
             f"draft_model:{folder.path}, or train it (drafter.path): both fit its vocabulary. Else use a model of the same "
             "family"
         )
-    named = {key: _decoded(value) for key, value in folder.config.items() if key not in (*NOT_ARCHITECTURE, "torch_dtype")}
+    named = {key: value for key, value in folder.config.items() if key not in (*NOT_ARCHITECTURE, "torch_dtype")}
     require_possible_numbers(named, folder.path / CONFIG_FILE)
     try:
         with bounded_build(folder.path / CONFIG_FILE, len(folder.shapes)), torch.device("meta"):
@@ -102,13 +98,6 @@ def read(folder: Folder, target: HFTarget) -> Reading:
         optional={name: shapes[name] for name in tied},
         convert=convert,
     )
-
-
-def _decoded(value: Any) -> Any:
-    """Return a value of a configuration with infinities, which JSON doesn't have, as numbers."""
-    if isinstance(value, list):
-        return [_decoded(part) for part in value]
-    return next((number for written, number in INFINITIES if value == written), value)
 
 
 def is_of(folder: Folder) -> bool:

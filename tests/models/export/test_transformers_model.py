@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from outrider.models.drafters import load_drafter, save_drafter
 from outrider.models.export.formats import write_folder
@@ -115,15 +115,3 @@ def test_unknown_model_types_are_an_error(llama, tmp_path):
     (tmp_path / "a" / "config.json").write_text(json.dumps({**config, "model_type": "nonsense"}))
     with pytest.raises(ValueError, match="transformers can't build the draft model|the tokenizer of .* can't be loaded"):
         import_drafter(tmp_path / "a", llama, name="transformers")
-
-
-def test_a_recurrent_model_is_refused_in_one_sentence_though_its_configuration_has_infinities(llama, tmp_path):
-    config = Mamba2Config(
-        vocab_size=300, hidden_size=32, num_heads=8, head_dim=8, state_size=8, n_groups=1, num_hidden_layers=2, chunk_size=8
-    )
-    Mamba2ForCausalLM(config).save_pretrained(tmp_path / "a")
-    llama.tokenizer.save_pretrained(tmp_path / "a")
-    assert "Infinity" in (tmp_path / "a" / "config.json").read_text()
-    with pytest.raises(ValueError, match="has recurrent layers") as error:
-        import_drafter(tmp_path / "a", llama)
-    assert "time_step_limit" not in str(error.value)
