@@ -118,7 +118,6 @@ def write_folder(
         raise ValueError(f"a drafter of the kind {kind_of(drafter)} can't be written as {format.name}; {format.kind} can")
     layout = format.write(drafter, target)
     dtype = None if layout.of_target else dtype
-    require_own_folder(directory, format.name)
     tensors = {
         name: tensor.detach().cpu().to(dtype if dtype and tensor.is_floating_point() else tensor.dtype).contiguous()
         for name, tensor in layout.tensors.items()
@@ -138,7 +137,7 @@ def write_folder(
 
     # 2. Replace an earlier export; files that it doesn't have, such as a user's README.md, are kept.
     with replacing_directory(directory) as folder:
-        require_own_folder(directory, format.name)  # another process may have written it since
+        require_own_folder(directory, format.name)  # here no other process can write it
         write_json(folder / NOTE_FILE, asdict(note))
         atomic_write_bytes(folder / layout.file, _packed(tensors, layout.file))
         layout.write_more(folder)
@@ -164,8 +163,6 @@ def _dtype_name(tensors: Tensors) -> str:
 
 def require_own_folder(directory: Path, name: str) -> None:
     """Raise ValueError for a folder with anything but an earlier export in this format."""
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is a file; choose a folder for the export")
     if not directory.is_dir() or not any(directory.iterdir()):
         return
     note = read_note(directory)
