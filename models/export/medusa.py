@@ -156,9 +156,6 @@ def read(folder: Folder, target: HFTarget) -> Reading:
             f"{folder.path} has {num_layers} blocks in a head, but its config.json has {NUM_LAYERS} {keys.medusa_num_layers}; "
             "correct it"
         )
-    for name in (NUM_HEADS, TENSORRT_NUM_HEADS):
-        if (count := getattr(keys, name)) not in (None, num_heads):
-            logger.warning("%s has %d heads, but its config.json has %s %d", folder.path, num_heads, name, count)
 
     # 3. The drafter's options.
     heads = [f"{prefix}{head}.{num_layers}.weight" for head in range(num_heads)]
