@@ -34,7 +34,7 @@ from .objective import Loss, Objective
 from .scoring import score
 from .small_models import (
     DraftModelConfig,
-    architecture_of,
+    architecture_in,
     build_model,
     first_layers,
     fit_vocabulary,
@@ -93,7 +93,7 @@ class DraftModel(CachedDrafter):
                 first_layers(reader.model, target)
             _require_readable_texts(reader, config)
         # 4. Saved configurations contain no local path, since checkpoints are published.
-        return cls(replace(config, architecture=architecture_of(reader.model), path=None), reader)
+        return cls(replace(config, architecture=architecture_in(reader.model.config), path=None), reader)
 
     @property
     def context_length(self) -> int:

@@ -18,7 +18,7 @@ from ...data.files import write_json
 from ..bounded_build import bounded_build, require_possible_numbers
 from ..drafters.draft_model import DraftModel, tied_parameters
 from ..drafters.saved.folder import CONFIG_FILE
-from ..drafters.small_models import NOT_ARCHITECTURE, architecture_of, build_model, require_same_tokenizer
+from ..drafters.small_models import NOT_ARCHITECTURE, architecture_in, build_model, require_same_tokenizer
 from ..llm.config import TargetConfig
 from ..llm.hf_target import HFTarget
 from ..llm.identity import tokenizer_digest
@@ -36,7 +36,7 @@ def write(drafter: DraftModel, target: HFTarget) -> FolderContents:
 
     transformers drafts a chain, and draft trees are only a way of drafting here.
     """
-    config = {**to_json(architecture_of(drafter.model)), "architectures": [type(drafter.model).__name__]}
+    config = {**to_json(architecture_in(drafter.model.config)), "architectures": [type(drafter.model).__name__]}
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in drafter.state_dict().items()}
     return FolderContents(config=config, tensors=tensors, write_more=partial(_write_more, drafter, target))
 
@@ -93,7 +93,7 @@ def read(folder: Folder, target: HFTarget) -> Reading:
 
     shapes = model.state_dict()
     return Reading(
-        options={"architecture": architecture_of(model)},
+        options={"architecture": architecture_in(model.config)},
         rename=lambda config: {PREFIX + name: name for name in shapes},
         optional={name: shapes[name] for name in tied},
         convert=convert,

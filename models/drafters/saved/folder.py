@@ -5,7 +5,7 @@ strictly, and a digest shows changed weights.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -209,10 +209,13 @@ def infinite_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     ]
 
 
+def first_problems(problems: Sequence[str], separator: str = ", ") -> str:
+    """Join the first problems, and the number of the others."""
+    more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
+    return separator.join([*problems[:MOST_PROBLEMS], *more])
+
+
 def raise_problems(path: Path, problems: list[str]) -> None:
     """Raise ValueError with the first problems of a folder or its weights."""
     if problems:
-        more = f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
-        raise ValueError(
-            f"{path} doesn't hold the drafter that its {CONFIG_FILE} describes: {'; '.join(problems[:MOST_PROBLEMS])}{more}"
-        )
+        raise ValueError(f"{path} doesn't hold the drafter that its {CONFIG_FILE} describes: {first_problems(problems, '; ')}")
