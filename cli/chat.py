@@ -80,8 +80,7 @@ def chat_command(options: ChatOptions) -> None:
     """
     # torch and the modules that use it load too slowly for --help
     from ..data.chat import encode_prompt, use_chat_template
-    from ..models.drafters.saved.folder import read_drafter_config
-    from ..models.drafters.saved.loading import require_fitting_target
+    from ..models.drafters.saved.folder import read_drafter_config, require_fitting_target
     from ..models.drafters.saved.parts import parse_drafter_name
     from ..models.llm.loading import identify_without_weights, load_tokenizer
     from .chat_answers import ChatModel

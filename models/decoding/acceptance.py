@@ -6,6 +6,7 @@ decided at once on the device, so no rule makes the host wait.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -42,15 +43,9 @@ class SpeculativeSampling:
     draw is a function of p, the seed and the place, whatever the tree is, so the text is plain decoding's.
     """
 
+    lossless: ClassVar[bool] = True
+    is_random: ClassVar[bool] = True
     sampling: Sampling
-
-    @property
-    def lossless(self) -> bool:
-        return True
-
-    @property
-    def is_random(self) -> bool:
-        return True
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
         is_on_host = output.logits.device.type == "cpu"
@@ -69,19 +64,13 @@ class TypicalAcceptance:
     from p after it.
     """
 
+    lossless: ClassVar[bool] = False
+    is_random: ClassVar[bool] = True
     sampling: Sampling
     epsilon: float = 0.09
     """The paper's threshold."""
     delta: float = 0.3
     """The paper's choice, the square root of epsilon."""
-
-    @property
-    def lossless(self) -> bool:
-        return False
-
-    @property
-    def is_random(self) -> bool:
-        return True
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
         probs = warp(output.logits, self.sampling)

@@ -53,7 +53,6 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
     Config = BlockConfig
     DEPTH_OPTION = "depth"
     config: BlockConfig
-    _keep_activations: bool = True
 
     def __init__(self, config: BlockConfig, target: HFTarget) -> None:
         super().__init__()
@@ -272,9 +271,6 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
             lambda index: Slots(keys_and_values(cache, index), num_slots, masks),
         )
         return branches.collect(outputs.unflatten(1, (num_slots, -1)).transpose(1, 2))
-
-    def checkpoint_activations(self) -> None:
-        self._keep_activations = False
 
     def has_unused_parameters(self, horizon: int) -> bool:
         """Return whether the recurrence gets no gradient: the first draft token doesn't use it."""

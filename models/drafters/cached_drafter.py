@@ -84,6 +84,8 @@ class CachedDrafter(TrainableDrafter):
     A kind reads them and searches (`search_after`).
     """
 
+    _keep_activations: bool = True
+
     @property
     @abstractmethod
     def num_cache_layers(self) -> int:
@@ -156,6 +158,9 @@ class CachedDrafter(TrainableDrafter):
         tokens = torch.cat([drafted.last_token[:, None], accepted.drafts], dim=1)
         state = replace(drafted.state, unread_tokens=tokens, unread_features=features, num_unread=accepted.num_read)
         return drafted.state.followed_by(state) if drafted.is_skipped else state
+
+    def checkpoint_activations(self) -> None:
+        self._keep_activations = False
 
     def new_cache(self, prompts: Prompts, *, max_new_tokens: int, is_fixed: bool = False) -> TreeCache:
         """Return an empty cache with room for the prompts, the answers and a draft."""

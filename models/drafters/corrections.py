@@ -13,7 +13,6 @@ embedding. The correction `markov` has no memory. Without a correction (DFlash, 
 the demo's drafters had 23 % fewer tokens per step than with `rnn`.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -31,21 +30,7 @@ EMBEDDING_STD = 0.02
 Apply = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Correction(nn.Module, ABC):
-    """A correction of a slot's logits by the state of the tokens before the slot."""
-
-    @abstractmethod
-    def states(self, tokens: Int[torch.Tensor, "*batch slot"], embed: Apply) -> Float[torch.Tensor, "*batch slot state"]:
-        """Return the state at each slot from the tokens before the slots; `embed` is the target's."""
-
-    @abstractmethod
-    def logits(
-        self, hidden: Float[torch.Tensor, "*batch hidden"], state: Float[torch.Tensor, "*batch state"], head: Apply
-    ) -> Float[torch.Tensor, "*batch output"]:
-        """Return a slot's corrected logits."""
-
-
-class Recurrent(Correction):
+class Recurrent(nn.Module):
     """ReDrafter's recurrence over the tokens of a block."""
 
     def __init__(self, hidden_size: int) -> None:
@@ -68,6 +53,7 @@ class Recurrent(Correction):
         return F.silu(self.recurrence(state) + self.input(embedding))
 
     def states(self, tokens: Int[torch.Tensor, "*batch slot"], embed: Apply) -> Float[torch.Tensor, "*batch slot hidden"]:
+        """Return the state at each slot from the tokens before the slots; `embed` is the target's."""
         embeddings = embed(tokens)
         states = [self.first_state(embeddings[..., 0, :])]
         for slot in range(1, tokens.shape[-1]):
@@ -77,11 +63,12 @@ class Recurrent(Correction):
     def logits(
         self, hidden: Float[torch.Tensor, "*batch hidden"], state: Float[torch.Tensor, "*batch hidden"], head: Apply
     ) -> Float[torch.Tensor, "*batch output"]:
+        """Return a slot's corrected logits."""
         mixed = hidden + F.silu(self.mix(torch.cat([hidden, state], dim=-1)))
         return head(mixed + F.silu(self.block(mixed)))
 
 
-class Markov(Correction):
+class Markov(nn.Module):
     """A bias for each pair of neighbouring tokens, as a product of small matrices.
 
     So `lattice_search` computes the corrections of all pairs of candidates at once.
@@ -104,11 +91,13 @@ class Markov(Correction):
         return self.markov_w2.weight[outputs]
 
     def states(self, tokens: Int[torch.Tensor, "*batch slot"], embed: Apply) -> Float[torch.Tensor, "*batch slot rank"]:
+        """Return the state at each slot, as a recurrence does, from the tokens before the slots."""
         return self.state(tokens)
 
     def logits(
         self, hidden: Float[torch.Tensor, "*batch hidden"], state: Float[torch.Tensor, "*batch rank"], head: Apply
     ) -> Float[torch.Tensor, "*batch output"]:
+        """Return a slot's corrected logits."""
         correction: torch.Tensor = self.markov_w2(state)
         return head(hidden) + correction
 

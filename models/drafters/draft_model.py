@@ -8,6 +8,7 @@ ratio, these foresee the target's draws (see `foreseen`), which accepts more and
 In a paced merge, also of this drafter alone, a tree grows from step to step: see `growing_draft`.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,25 +17,24 @@ from jaxtyping import Float, Int
 from torch import nn
 
 from ...data.types import DrafterBatch
-from ..decoding.sampling import Randomness
+from ..decoding.sampling import Randomness, foreseen
 from ..decoding.tree import DraftTree, chain_tree
-from ..decoding.types import Counts, Prompts, TargetOutput
+from ..decoding.types import NO_NODE, Counts, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.recurrent_states import find_mixers
 from ..llm.tree_attention import attention_kinds, hidden_score, require_tree_attention
 from ..llm.tree_cache import TreeCache
 from ..machine import is_out_of_memory
-from .beams import SearchTree
+from .beams import SearchTree, likeliest_successors
 from .branches import Branches
 from .cached_drafter import CachedDrafter, CachedText
-from .draft_model_search import search_tree
 from .growing_draft import GrowingModel
 from .labels import Labels
 from .objective import Loss, Objective
 from .scoring import score
 from .small_models import (
     DraftModelConfig,
-    architecture_of,
+    architecture_in,
     build_model,
     first_layers,
     fit_vocabulary,
@@ -93,7 +93,7 @@ class DraftModel(CachedDrafter):
                 first_layers(reader.model, target)
             _require_readable_texts(reader, config)
         # 4. Saved configurations contain no local path, since checkpoints are published.
-        return cls(replace(config, architecture=architecture_of(reader.model), path=None), reader)
+        return cls(replace(config, architecture=architecture_in(reader.model.config), path=None), reader)
 
     @property
     def context_length(self) -> int:
@@ -224,6 +224,37 @@ class DraftModel(CachedDrafter):
             kind: torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, hidden_score(dtype)) for kind, seen in by_kind.items()
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def search_tree(
+    logits: Float[torch.Tensor, "batch 1 vocab"],
+    read: Callable[[DraftTree, int], torch.Tensor],
+    *,
+    width: int,
+    depth: int,
+    generator: Randomness = None,
+) -> SearchTree:
+    """Search for the `width` most probable continuations of each depth; all but the last are read.
+
+    `logits` are those after the last committed token. `read(tree, num_read)` reads the entries from
+    `num_read` on, of the nodes so far, and returns their logits: entry 0 is the last token, and entry
+    n + 1 is node n.
+    """
+    scores = torch.zeros(logits.shape[:2], device=logits.device)  # log-probability of each path
+    levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    first = NO_NODE  # the first of the nodes at the ends of the paths; the others follow it
+    while True:
+        # 1. Extend each path by its most probable tokens, and keep the most probable paths.
+        logits = foreseen(logits, range(len(levels), len(levels) + 1), generator)
+        tokens, path, next_scores = likeliest_successors(logits, scores, width)
+        levels.append((tokens, path + first, next_scores))
+        first, scores = first + scores.shape[1], next_scores
+        search = SearchTree.of(levels)
+        if len(levels) == depth:
+            entries = torch.arange(1, search.tokens.shape[1] + 1, device=tokens.device).expand_as(search.tokens)
+            return replace(search, entries=entries)
+        # 2. Read the new nodes.
+        logits = read(DraftTree(tokens=search.tokens, parents=search.parents, max_depth=len(levels)), 1 + first)
 
 
 def _drop_last(cache: TreeCache, prompts: Prompts) -> None:

@@ -10,7 +10,7 @@ target hasn't computed yet (arXiv 2401.15077, section 3.1).
 
 from abc import abstractmethod
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -26,11 +26,10 @@ from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_of
 from ..llm.tree_attention import expanded, visible_columns
 from ..llm.tree_cache import TreeCache
-from .beams import SearchTree, largest
+from .beams import GroupSearch, SearchTree, largest, level_sizes
 from .branches import Branches, Entries, KeysAndValues, Masks
 from .cached_drafter import CachedDrafter, CachedText, read_prompts
 from .decoder_layer import make_rotary, rotary_options
-from .group_search import GroupSearch, level_sizes
 from .labels import Labels
 from .shared_options import TreeOptions
 from .vocabulary import DraftVocabulary
@@ -47,16 +46,6 @@ class TextEntries(NamedTuple):
     values: torch.Tensor
 
 
-@runtime_checkable
-class KeyValues(Protocol):
-    """A cache as the layer's attention uses it."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add keys and values [batch, kv_head, entry, head_dim], and return all to be read."""
-
-
 class FeatureDrafter(CachedDrafter):
     """A drafter with one decoder layer over pairs of embedding and feature.
 
@@ -67,7 +56,6 @@ class FeatureDrafter(CachedDrafter):
     vocab_size: int
     layer: Any
     """A decoder layer of the target's kind, or of `config.layer`."""
-    _keep_activations: bool = True
 
     def __init__(
         self, target: HFTarget, layer: nn.Module, form: dict[str, Any] | None = None, *, kind: str | None = None
@@ -127,7 +115,7 @@ class FeatureDrafter(CachedDrafter):
         tokens: Int[torch.Tensor, "batch seq"],
         hidden: Float[torch.Tensor, "batch seq hidden"],
         positions: Int[torch.Tensor, "rows seq"],
-        cache: KeyValues,
+        cache: Any,
         mask: Bool[torch.Tensor, "batch 1 seq key"] | None,
         **options: Any,
     ) -> Float[torch.Tensor, "batch seq hidden"]:
@@ -157,7 +145,7 @@ class FeatureDrafter(CachedDrafter):
         hidden: Float[torch.Tensor, "batch seq hidden"],
         rotation: Rotation,
         positions: Int[torch.Tensor, "rows seq"],
-        cache: KeyValues,
+        cache: Any,
         mask: Bool[torch.Tensor, "batch 1 seq key"] | None,
         **options: Any,
     ) -> Float[torch.Tensor, "batch seq hidden"]:
@@ -233,9 +221,6 @@ class FeatureDrafter(CachedDrafter):
         entries = Entries(text, earlier, masks)
         outputs = self._read(inputs, hidden, rotation, positions, entries, visible, entries=entries)
         return outputs, *entries.branches[-1]
-
-    def checkpoint_activations(self) -> None:
-        self._keep_activations = False
 
     # --- decoding
 

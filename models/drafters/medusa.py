@@ -92,7 +92,7 @@ class Medusa(LastStateDrafter):
 
     def check_weights(self) -> None:
         """Raise ValueError unless the accuracies are shares; then choose the tree with them."""
-        if (self.accuracies < 0).any() or (self.accuracies.sum(1) > 1.01).any():
+        if not ((self.accuracies >= 0).all() and (self.accuracies.sum(1) <= 1.01).all()):  # also for NaN
             raise ValueError(
                 "accuracies must be shares of all labels, and a head's must sum to at most 1; copy or export the drafter again"
             )

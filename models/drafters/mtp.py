@@ -20,7 +20,7 @@ from ..llm.tree_attention import FULL
 from .decoder_layer import make_full_layer
 from .feature_drafter import StateDrafter
 from .labels import Labels
-from .mtp_weights import read_own_head
+from .mtp_weights import own_weights, read_head
 from .objective import Loss, Objective
 from .options import MtpConfig
 from .scoring import score
@@ -43,7 +43,7 @@ class Mtp(StateDrafter):
     def for_target(cls, config: MtpConfig, target: HFTarget) -> "Mtp":
         drafter = cls(config, target)
         if config.init == "target":
-            read_own_head(drafter.state_dict(), target)
+            read_head(drafter.state_dict(), own_weights(target), target)
         return drafter
 
     def token_inputs(self, embeddings: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch hidden"]:

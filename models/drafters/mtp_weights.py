@@ -15,6 +15,7 @@ from ..llm.config import TargetConfig
 from ..llm.hf_target import HFTarget
 from ..llm.streamed_loading import stored_weights
 from ..llm.weight_files import StoredTensor, first_equal, read_header
+from .saved.folder import first_problems
 
 Tensors = dict[str, torch.Tensor]
 Stored = Mapping[str, StoredTensor]
@@ -154,14 +155,6 @@ class Head:
         )
 
 
-def read_own_head(tensors: Tensors, target: HFTarget) -> None:
-    """Fill the tensors of a drafter with the MTP head in the target's own files.
-
-    Raises ValueError as `read_head` does.
-    """
-    read_head(tensors, own_weights(target), target)
-
-
 def own_weights(target: HFTarget) -> Stored:
     """Return the tensors of the target's files. Raises ValueError if they aren't known, or no safetensors files."""
     config = target.model.config
@@ -223,10 +216,9 @@ def read_head(tensors: Tensors, stored: Stored, target: HFTarget) -> None:
     problems += [problem for place in places if place.name in stored for problem in _problems(place, head, stored, blocks)]
     problems += [f"{name} differs from the target's own" for name in _own_copies(head, stored)]
     if problems:
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(
             f"the MTP head in {where} is not a layer of {type(target.model).__name__} and its norms: "
-            f"{'; '.join(problems[:5])}{more}. Choose another drafter, or set drafter.init=random"
+            f"{first_problems(problems, '; ')}. Choose another drafter, or set drafter.init=random"
         )
     # 2. Read the values.
     for place in places:

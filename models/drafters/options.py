@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
 from ...data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, one_of, raise_problems
-from .shared_options import MAX_CANDIDATES, MAX_SEARCH_NODES, LayerOptions, TreeOptions, check_form
+from .shared_options import LayerOptions, TreeOptions, check_form, search_problems
 
 MAX_RANK = 2**13
 MAX_PAIRS = 2**22
@@ -52,11 +52,8 @@ class RedrafterConfig:
 
     def __post_init__(self) -> None:
         num_nodes = self.beam_width * self.beam_length
-        if num_nodes > MAX_SEARCH_NODES or num_nodes * self.beam_width > MAX_CANDIDATES:
-            raise ValueError(
-                f"beam_width is {self.beam_width} and beam_length {self.beam_length}; a search of more than {MAX_SEARCH_NODES} "
-                f"nodes (width x length) or {MAX_CANDIDATES} candidates (width x width x length) is a mistake: lower one"
-            )
+        options = f"beam_width is {self.beam_width} and beam_length {self.beam_length}"
+        raise_problems(search_problems(options, num_nodes, num_nodes * self.beam_width))
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -184,14 +181,9 @@ class DraftModelConfig:
     RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"length", "top_k", "tree_nodes"})
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = search_problems(f"length is {self.length} and top_k {self.top_k}", self.length * self.top_k**2)
         if self.init == "target_layers" and self.hidden_size:
             problems.append("init is target_layers, so hidden_size can't be chosen; leave that out, or set random")
-        if self.length * self.top_k**2 > MAX_SEARCH_NODES:
-            problems.append(
-                f"length is {self.length} and top_k {self.top_k}; a search of more than {MAX_SEARCH_NODES} nodes is a mistake: "
-                "lower one of them"
-            )
         raise_problems(problems)
 
 
@@ -216,7 +208,7 @@ class BlockConfig:
     correction: Annotated[str, one_of("markov", "rnn")] = "rnn"
     """How a slot depends on the drafted tokens before it: `rnn` (ReDrafter's recurrence), or `markov`
     (DSpark's)."""
-    rank: PositiveInt = 256
+    rank: Annotated[int, Field(gt=0, le=MAX_RANK)] = 256
     """Rank of the correction `markov`."""
     inject: bool = True
     """Whether slots start with the latest context, a residual path from the target's state to the
@@ -264,14 +256,8 @@ class BlockConfig:
         is_ranked = self.correction != "rnn"
         num_nodes, breadth = self.width * self.search_depth, max(self.width, self.candidates if is_ranked else 0)
         depth = f"block {self.block}" if self.depth is None else f"depth {self.depth}"
-        if num_nodes > MAX_SEARCH_NODES or num_nodes * breadth > MAX_CANDIDATES:
-            problems.append(
-                f"width is {self.width}{f', candidates {self.candidates}' if is_ranked else ''} and {depth}; a search of more "
-                f"than {MAX_SEARCH_NODES} nodes (width x depth) or {MAX_CANDIDATES} candidates (width x depth x "
-                f"{'the larger of width and candidates' if is_ranked else 'width'}) is a mistake: lower one of them"
-            )
-        if self.rank > MAX_RANK:
-            problems.append(f"rank is {self.rank}; a correction of rank above {MAX_RANK} is a mistake: lower it")
+        options = f"width is {self.width}{f', candidates {self.candidates}' if is_ranked else ''} and {depth}"
+        problems += search_problems(options, num_nodes, num_nodes * breadth)
         num_pairs = (self.block - 1) * self.candidates**2
         if is_ranked and num_pairs > MAX_PAIRS:
             problems.append(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
-from ...data.fields import OPTIONS, PositiveInt
+from ...data.fields import OPTIONS, PositiveInt, raise_problems
 
 MAX_SEARCH_NODES = 2**14
 """Most nodes of a search: far more than any target gains from, and far less than memory holds."""
@@ -16,6 +16,16 @@ MAX_CANDIDATES = 2**18
 """Most candidates that a search may rank, width x width at each depth.
 
 Ten times the candidates of the paper's widest search, which has 70 beams of 5 tokens."""
+
+
+def search_problems(options: str, num_nodes: int, num_candidates: int = 0) -> list[str]:
+    """List the problem that a search has so many nodes, or ranks so many candidates; `options` are those that decide it."""
+    if num_nodes <= MAX_SEARCH_NODES and num_candidates <= MAX_CANDIDATES:
+        return []
+    bounds = f"{MAX_SEARCH_NODES} nodes, or {MAX_CANDIDATES} candidates that are ranked,"
+    return [f"{options}: a search of more than {bounds} is a mistake; lower one of them"]
+
+
 FORM_TYPES = ("llama", "qwen2", "qwen3")
 """Types of the decoder layer that a drafter may have, by the names of transformers' models."""
 FORM_OPTIONS = frozenset(
@@ -77,11 +87,7 @@ class TreeOptions:
     RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"depth", "top_k", "tree_nodes"})
 
     def __post_init__(self) -> None:
-        if self.depth * self.top_k**2 > MAX_SEARCH_NODES:
-            raise ValueError(
-                f"depth is {self.depth} and top_k {self.top_k}; a search of more than {MAX_SEARCH_NODES} nodes is a mistake: "
-                "lower one of them"
-            )
+        raise_problems(search_problems(f"depth is {self.depth} and top_k {self.top_k}", self.depth * self.top_k**2))
 
 
 @dataclass(kw_only=True, config=OPTIONS)

@@ -25,11 +25,6 @@ PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 """Keys whose value is a list with one item per layer."""
 
 
-def architecture_of(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the JSON values from which `build_model` builds such a model."""
-    return architecture_in(model.config)
-
-
 def architecture_in(config: PretrainedConfig) -> dict[str, Any]:
     """Return the JSON values of a configuration that describe the model's computation."""
     return {key: value for key, value in config.to_diff_dict().items() if key not in NOT_ARCHITECTURE}

@@ -108,6 +108,9 @@ class TrainingFreeDrafter(Drafter[FreeState, TextState], ABC):
     Config: ClassVar[type[Any]]
     """Dataclass of this kind's options, all of which are chosen when it is loaded."""
     config: Any
+    feature_layers: ClassVar[tuple[int, ...]] = ()
+    context_length: ClassVar[None] = None
+    """Most tokens of prompt and answer together: the target's limit suffices."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -141,15 +144,6 @@ class TrainingFreeDrafter(Drafter[FreeState, TextState], ABC):
     @property
     def max_nodes(self) -> int:
         return int(self.config.tree_nodes)
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def context_length(self) -> None:
-        """Most tokens of prompt and answer together: the target's limit suffices."""
-        return None
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Return the trained weights: none."""

@@ -15,30 +15,32 @@ values in both layouts. `beam_length` there includes the target's last token, he
 folder doesn't contain it.
 """
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic.dataclasses import dataclass
+
+from ...data.fields import OPTIONS, NonNegativeInt, PositiveInt, one_of
 from ..drafters.options import RedrafterConfig
 from ..drafters.redrafter import Redrafter
 from ..llm.hf_target import HFTarget
 from .folders import Folder
 from .formats import FolderContents, Format, Reading
-from .llama import raise_unsupported, require_readable, require_sizes
+from .llama import raise_unsupported, read_keys, require_sizes
 
 MODEL_TYPE = "recurrent_drafting_drafter"
-SIZES = ("num_draft_layers", "hidden_size", "exit_dim")
-OTHER_KEYS = frozenset(
-    {
-        "_name_or_path",
-        "architectures",
-        "dtype",
-        "model_type",
-        "num_lookback_tokens",
-        "torch_dtype",
-        "transformers_version",
-        "vocab_size",
-    }
-)
-"""Other allowed keys of a `config.json`. Of these only `vocab_size` concerns the weights."""
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class AppleKeys:
+    """Keys of a `config.json`. Without `rnn`, the state would be the sum of the embeddings."""
+
+    num_draft_layers: NonNegativeInt
+    hidden_size: PositiveInt
+    exit_dim: PositiveInt
+    rnn: Literal[True]
+    vocab_size: PositiveInt | None = None
+    model_type: Annotated[str, one_of(MODEL_TYPE)] | None = None
+    num_lookback_tokens: Any = None
 
 
 def write(drafter: Redrafter, target: HFTarget) -> FolderContents:
@@ -77,24 +79,10 @@ def read(folder: Folder, target: HFTarget) -> Reading:
 
     Raises ValueError for a configuration that isn't Apple's, or has other sizes than the target.
     """
-    config = folder.config
-    problems = [f"no {name}" for name in (*SIZES, "rnn") if name not in config]
-    problems += [f"an unknown key {name}" for name in sorted(config.keys() - {*SIZES, "rnn"} - OTHER_KEYS)]
-    problems += [f"{name} {config[name]!r}" for name in SIZES if name in config and not _is_size(config[name])]
-    problems += [f"rnn {config['rnn']!r} (only true is read)"] if config.get("rnn", True) is not True else []
-    problems += [f"model_type {config['model_type']!r}"] if config.get("model_type", MODEL_TYPE) != MODEL_TYPE else []
-    require_readable(folder, problems)
-    require_sizes(config, folder, target)
-    options: dict[str, Any] = {
-        "initial_state": "zero",
-        "num_blocks": config["num_draft_layers"],
-        "exit_width": config["exit_dim"],
-    }
+    keys = read_keys(AppleKeys, folder.config, folder)
+    require_sizes(vars(keys), folder, target)
+    options = {"initial_state": "zero", "num_blocks": keys.num_draft_layers, "exit_width": keys.exit_dim}
     return Reading(options=options, rename=_names)
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**31
 
 
 def is_of(folder: Folder) -> bool:

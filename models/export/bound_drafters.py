@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from ...data.manifest import TargetIdentity
 from ..drafters.draft_model import DraftModel
-from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, read_drafter_config
-from ..drafters.saved.loading import load_drafter, require_fitting_target, trained_parts
+from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, read_drafter_config, require_fitting_target
+from ..drafters.saved.loading import load_drafter, trained_parts
 from ..drafters.saved.parts import DrafterParts, parse_drafter_name
 from ..llm.hf_target import HFTarget
 from ..llm.identity import config_digest, tokenizer_digest, weights_digest

@@ -33,20 +33,21 @@ def vocabulary_reading(
     target: HFTarget,
     *,
     options: dict[str, Any],
-    num_outputs: Any,
+    draft_vocab_size: int | None,
     rename: Callable[[Any], dict[str, str]],
     rows: tuple[str, ...] = ("lm_head.weight",),
     shares_head: bool = False,
 ) -> Reading:
-    """Describe how to read a folder whose head has `num_outputs` outputs.
+    """Describe how to read a folder whose head has `draft_vocab_size` outputs; None is the whole vocabulary.
 
-    If that is the whole vocabulary, the maps may be missing. `rows` are our tensors with a row for
+    For the whole vocabulary, the maps may be missing. `rows` are our tensors with a row for
     each output. A drafter that `shares_head` has no head of its own for the whole vocabulary; the
     folder may then have a copy of the target's.
     """
-    if type(num_outputs) is not int or not 0 < num_outputs <= target.vocab_size:
+    num_outputs = target.vocab_size if draft_vocab_size is None else draft_vocab_size
+    if num_outputs > target.vocab_size:
         raise ValueError(
-            f"{folder.path} has draft_vocab_size {num_outputs!r}; it must be from 1 to the target's {target.vocab_size}"
+            f"{folder.path} has draft_vocab_size {num_outputs}; it must be from 1 to the target's {target.vocab_size}"
         )
     tokens, drafted = torch.empty(num_outputs, dtype=torch.long), torch.empty(target.vocab_size, dtype=torch.bool)
     is_whole = num_outputs == target.vocab_size

@@ -24,11 +24,15 @@ each other, and all tokens before the anchor are the context.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import AfterValidator, Field
+from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
+from ...data.fields import OPTIONS, NonNegativeInt, PositiveInt
 from ..drafters.block import Block
 from ..drafters.options import BlockConfig
 from ..llm.hf_target import HFTarget
@@ -37,17 +41,18 @@ from .draft_vocabulary import vocabulary_reading, write_vocabulary
 from .folders import Folder
 from .formats import FolderContents, Format, Reading, Tensors
 from .llama import (
-    GENERAL_KEYS,
     LAYER_WEIGHTS,
+    LayerKeys,
     embedding_problems,
     layer_problems,
     order_problems,
     raise_unsupported,
-    read_config,
-    require_readable,
+    read_keys,
+    read_layers,
+    require_sizes,
     write_config,
 )
-from .speculators import proposal_problems, write_proposal
+from .speculators import SpeculatorKeys, write_proposal
 
 logger = logging.getLogger(__name__)
 
@@ -57,30 +62,57 @@ NORMS = ("input_layernorm.weight", "self_attn.q_norm.weight", "self_attn.k_norm.
 CONFIDENCE_HEAD = "confidence_head.proj"
 NUM_ANCHORS = 512
 """An option of DeepSpec's training, without which its code loads no drafter."""
-SHARED_KEYS = frozenset(
-    {
-        "block_size",
-        "confidence_head_with_markov",
-        "draft_vocab_size",
-        "enable_confidence_head",
-        "markov_head_type",
-        "markov_rank",
-        "mask_token_id",
-        "sample_from_anchor",
-    }
-)
-DEEPSPEC_KEYS = SHARED_KEYS | {"num_anchors", "num_target_layers", "target_layer_ids"}
 NESTED = "dflash_config"
 """Section in which SpecForge writes the drafter's keys; vLLM and SGLang read it like top-level keys."""
-SPECULATORS_KEYS = SHARED_KEYS | {
-    "aux_hidden_state_layer_ids",
-    "sliding_window_non_causal",
-    "speculators_config",
-    "speculators_model_type",
-    "speculators_version",
-    "target_hidden_size",
-    "transformer_layer_config",
-}
+
+
+def ascending(layers: list[int]) -> list[int]:
+    """Raise an error for a list that doesn't ascend."""
+    if layers != sorted(set(layers)):
+        raise PydanticCustomError("ascending", "must be ascending numbers")
+    return layers
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class DsparkKeys:
+    """Keys of a `config.json` in both formats."""
+
+    block_size: PositiveInt
+    markov_rank: PositiveInt
+    mask_token_id: NonNegativeInt
+    markov_head_type: Literal["vanilla"] = "vanilla"
+    confidence_head_with_markov: bool = False
+    enable_confidence_head: bool = False
+    draft_vocab_size: PositiveInt | None = None
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class DeepSpecKeys(DsparkKeys):
+    """Keys of a `config.json` of DeepSpec, which also has those of the layers."""
+
+    target_layer_ids: Annotated[list[Annotated[int, Field(ge=-1)]], Field(min_length=1), AfterValidator(ascending)]
+    sample_from_anchor: Literal[True] = True
+    """The slot of the anchor predicts, too."""
+    num_target_layers: int | None = None
+    num_anchors: Any = None
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class DsparkSpeculatorKeys(SpeculatorKeys, DsparkKeys):
+    """Keys of a `config.json` of speculators."""
+
+    speculators_model_type: Literal["dspark"]
+    aux_hidden_state_layer_ids: Annotated[list[NonNegativeInt], Field(min_length=1), AfterValidator(ascending)]
+    sample_from_anchor: Literal[True]
+    """Without this key the library takes true, and vLLM false."""
+    sliding_window_non_causal: Any = None
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class QwenKeys(LayerKeys):
+    """Keys of the layers."""
+
+    model_type: Literal["qwen3"] = "qwen3"
 
 
 def names_of(config: BlockConfig) -> dict[str, str]:
@@ -202,15 +234,15 @@ def read_deepspec(folder: Folder, target: HFTarget) -> Reading:
 
     Raises ValueError for variants of DSpark that drafters here don't support.
     """
-    config = _without_section(folder)
-    problems = _value_problems(config, folder, layer_key="target_layer_ids", lowest_layer=-1)
-    if config.get("num_target_layers") not in (None, len(decoder_layers(target.model))):
-        problems.append(
-            f"num_target_layers {config['num_target_layers']!r} (the target's is {len(decoder_layers(target.model))})"
+    config, known = _without_section(folder), {field.name for field in fields(DeepSpecKeys)}
+    keys = read_keys(DeepSpecKeys, {name: value for name, value in config.items() if name in known}, folder)
+    num_layers = len(decoder_layers(target.model))
+    if keys.num_target_layers not in (None, num_layers):
+        raise ValueError(
+            f"{folder.path / 'config.json'} has num_target_layers {keys.num_target_layers} (the target's is {num_layers})"
         )
-    require_readable(folder, problems)
-    layers = {name: value for name, value in config.items() if name not in DEEPSPEC_KEYS}
-    return _reading(folder, target, config, layers, [layer + 1 for layer in config["target_layer_ids"]])
+    layers = {name: value for name, value in config.items() if name not in known}
+    return _reading(folder, target, keys, layers, [layer + 1 for layer in keys.target_layer_ids])
 
 
 def read_speculators(folder: Folder, target: HFTarget) -> Reading:
@@ -219,18 +251,9 @@ def read_speculators(folder: Folder, target: HFTarget) -> Reading:
     Raises ValueError for its other algorithms, and for variants of DSpark that drafters here don't
     support.
     """
-    config, layers = folder.config, folder.config.get("transformer_layer_config")
-    problems = [f"an unknown key {name}" for name in sorted(config.keys() - SPECULATORS_KEYS - GENERAL_KEYS)]
-    problems += _value_problems(config, folder, layer_key="aux_hidden_state_layer_ids", lowest_layer=0)
-    problems += proposal_problems(config, "dspark", target)
-    if "sample_from_anchor" not in config:
-        problems.append("no sample_from_anchor (the library takes true then, and vLLM false; write it into the file)")
-    if not isinstance(layers, dict):
-        problems.append("no transformer_layer_config")
-    require_readable(folder, problems)
-    assert isinstance(layers, dict)
-    layers = {name: value for name, value in layers.items() if name != "_attn_implementation"}
-    return _reading(folder, target, config, layers, config["aux_hidden_state_layer_ids"])
+    keys = read_keys(DsparkSpeculatorKeys, folder.config, folder)
+    require_sizes(vars(keys), folder, target)
+    return _reading(folder, target, keys, keys.transformer_layer_config, keys.aux_hidden_state_layer_ids)
 
 
 def _without_section(folder: Folder) -> dict[str, Any]:
@@ -244,78 +267,36 @@ def _without_section(folder: Folder) -> dict[str, Any]:
     return config | nested
 
 
-def _value_problems(config: Mapping[str, Any], folder: Folder, *, layer_key: str, lowest_layer: int) -> list[str]:
-    """List values that are no DSpark drafter's, or none that drafters here support."""
-    lowest = {"block_size": 1, "markov_rank": 1, "mask_token_id": 0}
-    problems = [
-        f"{name} {config.get(name)!r} (it must be a number of at least {least})"
-        for name, least in lowest.items()
-        if type(config.get(name)) is not int or not least <= config[name] < 2**31
-    ]
-    layer_ids = config.get(layer_key)
-    if (
-        not isinstance(layer_ids, list)
-        or not layer_ids
-        or not all(type(layer) is int and layer >= lowest_layer for layer in layer_ids)
-        or layer_ids != sorted(set(layer_ids))
-    ):
-        problems.append(f"{layer_key} {layer_ids!r} (it must be a list of ascending numbers of at least {lowest_layer})")
-    if config.get("markov_head_type", "vanilla") != "vanilla":
-        problems.append(f"markov_head_type {config['markov_head_type']!r} (only vanilla is read)")
-    if config.get("sample_from_anchor", True) is not True:
-        problems.append(
-            f"sample_from_anchor {config['sample_from_anchor']!r} (only true is read: the slot of the anchor predicts, too)"
-        )
-    problems += [
-        f"{name} {config[name]!r} (it must be true or false)"
-        for name in ("confidence_head_with_markov", "enable_confidence_head")
-        if type(config.get(name, False)) is not bool
-    ]
-    size = config.get("draft_vocab_size")
-    if size is not None and (type(size) is not int or size < 1):
-        problems.append(f"draft_vocab_size {size!r} (it must be a number of at least 1)")
-    return problems
-
-
 def _reading(
-    folder: Folder, target: HFTarget, config: Mapping[str, Any], layers: Mapping[str, Any], feature_layers: list[int]
+    folder: Folder, target: HFTarget, keys: DsparkKeys, layers: Mapping[str, Any], feature_layers: list[int]
 ) -> Reading:
-    """Describe how to read a drafter with this checked configuration and these `layers`."""
-    if layers.get("model_type", "qwen3") != "qwen3":
-        raise ValueError(
-            f"{folder.path / 'config.json'} has layers of the model_type {layers['model_type']!r}; only qwen3's are read"
-        )
-    num_layers = layers.get("num_hidden_layers")
-    if type(num_layers) is not int or not 0 < num_layers <= len(folder.shapes):
-        raise ValueError(
-            f"{folder.path / 'config.json'} has num_hidden_layers {num_layers!r}, and there are {len(folder.shapes)} tensors "
-            "in all; copy or export the drafter again"
-        )
+    """Describe how to read a drafter with these keys and these `layers`."""
+    layer_keys = read_keys(QwenKeys, layers, folder)
     options = {
-        "layer": read_config({**layers, "model_type": "qwen3"}, folder, target, more=frozenset(), num_layers=num_layers),
-        "num_layers": num_layers,
+        "layer": read_layers(layer_keys, folder, target, max_layers=len(folder.shapes)),
+        "num_layers": layer_keys.num_hidden_layers,
         "feature_layers": feature_layers,
-        "block": config["block_size"],
+        "block": keys.block_size,
         "correction": "markov",
-        "rank": config["markov_rank"],
-        "mask_token_id": config["mask_token_id"],
+        "rank": keys.markov_rank,
+        "mask_token_id": keys.mask_token_id,
         "inject": False,
     }
     reading = vocabulary_reading(
         folder,
         target,
         options=options,
-        num_outputs=target.vocab_size if (size := config.get("draft_vocab_size")) is None else size,
+        draft_vocab_size=keys.draft_vocab_size,
         rename=names_of,
         rows=("lm_head.weight", "correction.markov_w2.weight"),
         shares_head=True,
     )
-    return _without_confidence_head(reading, folder, config, target)
+    return _without_confidence_head(reading, folder, keys, target)
 
 
-def _without_confidence_head(reading: Reading, folder: Folder, config: Mapping[str, Any], target: HFTarget) -> Reading:
+def _without_confidence_head(reading: Reading, folder: Folder, keys: DsparkKeys, target: HFTarget) -> Reading:
     """Allow a confidence head, and leave it out with a warning."""
-    width = target.hidden_size + (config["markov_rank"] if config.get("confidence_head_with_markov", False) else 0)
+    width = target.hidden_size + (keys.markov_rank if keys.confidence_head_with_markov else 0)
     head = {
         f"{CONFIDENCE_HEAD}.weight": torch.empty(1, width, device="meta"),
         f"{CONFIDENCE_HEAD}.bias": torch.empty(1, device="meta"),

@@ -16,7 +16,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from pydantic.dataclasses import dataclass
 
+from ...data.fields import OPTIONS
 from ..drafters.decoder_layer import form_config
 from ..drafters.eagle import Eagle
 from ..drafters.options import EagleConfig
@@ -26,14 +28,14 @@ from .formats import FolderContents, Format, Reading, Tensors
 from .llama import (
     LAYER_WEIGHTS,
     QKV_BIASES,
-    SAME_NUMBER,
+    LayerKeys,
     describe,
     embedding_problems,
-    frequencies,
     layer_config,
     layer_problems,
     raise_unsupported,
-    read_config,
+    read_keys,
+    read_layers,
     require_target_parts,
     target_parts,
     write_config,
@@ -43,6 +45,14 @@ ROTARY = "layers.0.self_attn.rotary_emb.inv_freq"
 """Tensor in old releases; the configuration determines it anyway."""
 PREFIX = "layers.0."
 LAYER_TENSORS = (*LAYER_WEIGHTS, *QKV_BIASES)
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class EagleKeys(LayerKeys):
+    """Keys of a `config.json`."""
+
+    bias: bool | None = None
+    qkv_bias: Any = None
 
 
 def _tensors(drafter: Eagle) -> Tensors:
@@ -107,13 +117,14 @@ def read(folder: Folder, target: HFTarget) -> Reading:
     """Describe how to read a folder with EAGLE-1's weights, from an engine or the release."""
     # 1. Check the configuration.
     config = _with_kind(folder)
-    if config.get("bias") is not None and config["bias"] != ("fc.bias" in folder.shapes):
+    keys = read_keys(EagleKeys, config, folder)
+    if keys.bias is not None and keys.bias != ("fc.bias" in folder.shapes):
         raise ValueError(
-            f"{folder.path} has bias {config['bias']} in config.json, but fc.bias is "
+            f"{folder.path} has bias {keys.bias} in config.json, but fc.bias is "
             f"{'there' if 'fc.bias' in folder.shapes else 'missing'}; "
             "complete the download"
         )
-    layer = read_config(config, folder, target, more=frozenset({"bias", "qkv_bias"}))
+    layer = read_layers(keys, folder, target)
     model_config = form_config(target, layer or {"model_type": config["model_type"]})
 
     # 2. Describe the tensors.
@@ -126,8 +137,6 @@ def read(folder: Folder, target: HFTarget) -> Reading:
         require_target_parts(tensors, target, head=True, folder=folder)
         if not config.bias and "fc.bias" in tensors and tensors["fc.bias"].any():
             raise ValueError(f"{folder.path} has an fc.bias that isn't zero, but the drafter has none; export it again")
-        if ROTARY in tensors and not torch.allclose(tensors[ROTARY].float(), frequencies(model_config), rtol=SAME_NUMBER):
-            raise ValueError(f"{folder.path} has a {ROTARY} that contradicts the base in its config.json; correct rope_theta")
         return {}
 
     return Reading(

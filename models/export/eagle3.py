@@ -15,9 +15,13 @@ n // 2 and n - 3. The key for other layers has different meanings in the two eng
 to its numbers, vLLM doesn't. So a drafter of other layers is exported as `speculators`.
 """
 
+from dataclasses import field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+from pydantic.dataclasses import dataclass
+
+from ...data.fields import OPTIONS, PositiveInt
 from ..drafters.eagle3 import Eagle3
 from ..drafters.options import Eagle3Config
 from ..llm.hf_target import HFTarget
@@ -25,40 +29,63 @@ from ..llm.hidden_states import decoder_layers
 from .draft_vocabulary import vocabulary_reading, write_vocabulary
 from .folders import Folder
 from .formats import FolderContents, Format, Reading
-from .llama import LAYER_WEIGHTS, embedding_problems, layer_problems, raise_unsupported, read_config, write_config
+from .llama import (
+    LAYER_WEIGHTS,
+    LayerKeys,
+    embedding_problems,
+    layer_problems,
+    raise_unsupported,
+    read_keys,
+    read_layers,
+    write_config,
+)
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 NORMS = ("fc_norm", "norm_before_fc", "norm_output")
-"""Keys of the norms that only some drafters have. They are options of ours by the same names."""
-KEYS = frozenset(
-    {
-        "bias",
-        "draft_vocab_size",
-        "eagle_aux_hidden_state_layer_ids",
-        "eagle_config",
-        "norm_before_residual",
-        "target_hidden_size",
-        "target_model_type",
-        *NORMS,
-    }
-)
-NESTED_MUST_BE: dict[str, tuple[Any, ...]] = {
-    "next_layer_regular": (None, True),
-    "parallel_draft_step": (None, 1),
-    "use_input_layernorm_in_first_layer": (None, True),
-    "use_last_layernorm": (None, True),
-    "use_mtp_layernorm": (None, False),
-}
-"""Keys of `eagle_config`, written by NVIDIA's Model Optimizer, with the values that we support.
-Other values describe a different drafter."""
-NESTED_KEYS = frozenset(
-    {"eagle_aux_hidden_state_layer_ids", "parallel_draft_heads_num_layers", "use_aux_hidden_state", *NESTED_MUST_BE}
-)
-"""Known keys of `eagle_config`."""
 PREFIXES = ("midlayer", "layers.0")
 """Prefixes of the layer's tensors: `midlayer` in the release and in SpecForge, `layers.0` in the
 Model Optimizer. Both engines read both."""
 NUM_FEATURES = 3
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class OptimizerKeys:
+    """Keys of `eagle_config`, written by NVIDIA's Model Optimizer. Other values describe a different drafter."""
+
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None
+    next_layer_regular: Literal[True, None] = None
+    parallel_draft_heads_num_layers: Any = None
+    parallel_draft_step: Literal[1, None] = None
+    use_aux_hidden_state: Literal[True, None] = None
+    use_input_layernorm_in_first_layer: Literal[True, None] = None
+    use_last_layernorm: Literal[True, None] = None
+    use_mtp_layernorm: Literal[False, None] = None
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class NormKeys:
+    """Keys of the norms that only some drafters have. They are options of ours by the same names."""
+
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_output: bool = False
+
+    def options(self) -> dict[str, bool]:
+        """Return the drafter's options."""
+        return {name: getattr(self, name) for name in NORMS}
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class Eagle3Keys(LayerKeys, NormKeys):
+    """Keys of a `config.json`."""
+
+    bias: Literal[False] = False
+    draft_vocab_size: PositiveInt | None = None
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None
+    eagle_config: OptimizerKeys = field(default_factory=OptimizerKeys)
+    norm_before_residual: Literal[False] = False
+    target_hidden_size: int | None = None
+    target_model_type: Any = None
 
 
 def usual_layers(num_layers: int) -> tuple[int, ...]:
@@ -116,48 +143,24 @@ def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
 
 def read(folder: Folder, target: HFTarget) -> Reading:
     """Describe how to read a folder with EAGLE-3's weights, from an engine or the release."""
-    config = folder.config
-    for key, right in (("norm_before_residual", False), ("bias", False)):
-        if config.get(key, right) != right:
-            raise ValueError(
-                f"{folder.path} has {key} {config[key]!r}, which drafters here don't support; only {right!r} is read"
-            )
-    layer = read_config({**config, "model_type": "llama"}, folder, target, more=KEYS)
-    num_layers = len(decoder_layers(target.model))
+    keys = read_keys(Eagle3Keys, {**folder.config, "model_type": "llama"}, folder)
+    layers = list(_feature_layers(keys, folder, len(decoder_layers(target.model))))
     return vocabulary_reading(
         folder,
         target,
-        options={"layer": layer, "feature_layers": list(_feature_layers(folder, num_layers)), **read_norms(folder)},
-        num_outputs=target.vocab_size if (size := config.get("draft_vocab_size")) is None else size,
+        options={"layer": read_layers(keys, folder, target), "feature_layers": layers, **keys.options()},
+        draft_vocab_size=keys.draft_vocab_size,
         rename=partial(names_of, _prefix(folder) or PREFIXES[0]),
     )
 
 
-def read_norms(folder: Folder) -> dict[str, bool]:
-    """Read the options NORMS. Raises ValueError for values that aren't true or false."""
-    norms = {name: folder.config[name] for name in NORMS if folder.config.get(name) is not None}
-    if wrong := [name for name, value in norms.items() if type(value) is not bool]:
-        raise ValueError(f"{folder.path} has {wrong[0]} {norms[wrong[0]]!r}; it must be true or false")
-    return norms
-
-
-def _feature_layers(folder: Folder, num_layers: int) -> tuple[int, ...]:
+def _feature_layers(keys: Eagle3Keys, folder: Folder, num_layers: int) -> tuple[int, ...]:
     """Determine the layers whose inputs the drafter reads.
 
     Raises ValueError if vLLM and SGLang would read different layers for the folder's numbers.
     """
-    config = folder.config
-    nested = config.get("eagle_config") or {}
-    if not isinstance(nested, dict) or nested.keys() - NESTED_KEYS:
-        raise ValueError(f"{folder.path} has eagle_config {nested!r}, which drafters here don't support")
-    if unsupported := [name for name, right in NESTED_MUST_BE.items() if nested.get(name) not in right]:
-        raise ValueError(f"{folder.path} has {unsupported[0]} {nested[unsupported[0]]!r}, which drafters here don't support")
-    layer_ids = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
+    layer_ids = keys.eagle_aux_hidden_state_layer_ids or keys.eagle_config.eagle_aux_hidden_state_layer_ids
     usual = usual_layers(num_layers)
-    if layer_ids is not None and not (isinstance(layer_ids, list) and all(type(layer) is int for layer in layer_ids)):
-        raise ValueError(f"{folder.path} names the layers {layer_ids!r}; they must be a list of numbers")
-    if not nested.get("use_aux_hidden_state", True):
-        raise ValueError(f"{folder.path} reads the target's last hidden state only, which EAGLE-3 drafters here don't support")
     if layer_ids is None or tuple(layer_ids) in (usual, tuple(layer - 1 for layer in usual)):
         return usual  # in vLLM's numbers, or in SGLang's, which are one less
     raise ValueError(

@@ -7,7 +7,6 @@ import json
 import logging
 import pickle
 import zipfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,15 +17,10 @@ import safetensors.torch
 import torch
 
 from ...data.files import read_json
-from ..drafters.saved.folder import CONFIG_FILE, MOST_PROBLEMS, WEIGHTS_FILE, infinite_problems, raise_problems
+from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, infinite_problems, raise_problems
 
 logger = logging.getLogger(__name__)
 
-COUNTS = (
-    *("medusa_num_heads", "medusa_num_layers", "num_draft_layers", "num_hidden_layers", "num_medusa_heads"),
-    *("n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
-)
-"""Keys of counts whose items each have at least one tensor."""
 INDEX_SUFFIX = ".index.json"
 NOTE_FILE = "outrider.json"
 """File of our own notes in an export: see `formats`."""
@@ -68,47 +62,29 @@ def open_folder(path: Path, weight_files: tuple[str, ...] = WEIGHT_FILES) -> Fol
     config = read_json(path / CONFIG_FILE)
     if not isinstance(config, dict):
         raise ValueError(f"{path / CONFIG_FILE} is not a configuration but a {type(config).__name__}")
-    # 2. Read the shapes of all tensors, each from the file that the index names.
-    files, indexed = _weight_files(path, weight_files)
+    # 2. Read the shapes of all tensors.
+    files = _weight_files(path, weight_files)
     shapes: dict[str, torch.Tensor] = {}
     for file in files:
         loaded = _read(file, "meta")
         if repeated := sorted(loaded.keys() & shapes.keys()):
             raise ValueError(f"{path} has {repeated[0]} in two files; keep one")
-        if indexed is not None:
-            expected = {name for name, indexed_file in indexed.items() if indexed_file == file.name}
-            if wrong := expected ^ loaded.keys():
-                names = ", ".join(sorted(wrong)[:MOST_PROBLEMS])
-                raise ValueError(f"{file} and the index of {path} don't agree on {names}; download both again")
         shapes |= loaded
-    _require_counts(config, len(shapes), path / CONFIG_FILE)
     return Folder(path=path, config=config, shapes=shapes, files=tuple(files))
 
 
-def _require_counts(config: Mapping[str, Any], num_tensors: int, path: Path) -> None:
-    """Raise ValueError if a configuration counts more layers or heads than there are tensors.
-
-    It names the key, which `bounded_build` can't.
-    """
-    for name in COUNTS:
-        if isinstance(count := config.get(name), int) and count > num_tensors:
-            raise ValueError(
-                f"{path} has {name} {count}, and there are {num_tensors} tensors in all; copy or export the drafter again"
-            )
-
-
-def _weight_files(path: Path, names: tuple[str, ...]) -> tuple[list[Path], dict[str, str] | None]:
-    """Find the files with weights, and the index's file of each tensor, if there is an index."""
+def _weight_files(path: Path, names: tuple[str, ...]) -> list[Path]:
+    """Find the files with weights: one, or those of an index."""
     for name in names:
         if (path / name).is_file():
-            return [path / name], None
+            return [path / name]
         if (path / (name + INDEX_SUFFIX)).is_file():
             return _indexed(path / (name + INDEX_SUFFIX))
     others = ", ".join(sorted(file.name for file in path.iterdir() if file.name != CONFIG_FILE)) or "nothing"
     raise ValueError(f"{path} has no {' or '.join(names)} beside its {CONFIG_FILE}, but {others}; complete the download")
 
 
-def _indexed(path: Path) -> tuple[list[Path], dict[str, str]]:
+def _indexed(path: Path) -> list[Path]:
     index = read_json(path)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -120,7 +96,7 @@ def _indexed(path: Path) -> tuple[list[Path], dict[str, str]]:
             raise ValueError(f"{path} names the file {name!r}, which may lie outside of the folder; write plain names of files")
         if not (path.parent / name).is_file():
             raise ValueError(f"{path} names {name}, which is missing; complete the download")
-    return [path.parent / name for name in files], weight_map
+    return [path.parent / name for name in files]
 
 
 def _read(path: Path, device: str) -> dict[str, torch.Tensor]:

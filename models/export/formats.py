@@ -23,8 +23,7 @@ from ..drafters.base import TrainableDrafter
 from ..drafters.options import current_options
 from ..drafters.registry import DRAFTERS, DrafterSpec, kind_of
 from ..drafters.saved.build import shapes_of
-from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, raise_problems, shape_problems
-from ..drafters.saved.loading import require_fitting_target
+from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, raise_problems, require_fitting_target, shape_problems
 from ..llm.hf_target import HFTarget
 from .folders import NOTE_FILE, Folder, open_folder
 
@@ -115,10 +114,10 @@ def write_folder(
     for a folder that holds anything else already.
     """
     # 1. Convert the drafter, and check all before anything is written.
-    require_kind(format, drafter)
+    if kind_of(drafter) != format.kind:
+        raise ValueError(f"a drafter of the kind {kind_of(drafter)} can't be written as {format.name}; {format.kind} can")
     layout = format.write(drafter, target)
     dtype = None if layout.of_target else dtype
-    require_own_folder(directory, format.name)
     tensors = {
         name: tensor.detach().cpu().to(dtype if dtype and tensor.is_floating_point() else tensor.dtype).contiguous()
         for name, tensor in layout.tensors.items()
@@ -138,7 +137,7 @@ def write_folder(
 
     # 2. Replace an earlier export; files that it doesn't have, such as a user's README.md, are kept.
     with replacing_directory(directory) as folder:
-        require_own_folder(directory, format.name)  # another process may have written it since
+        require_own_folder(directory, format.name)  # here no other process can write it
         write_json(folder / NOTE_FILE, asdict(note))
         atomic_write_bytes(folder / layout.file, _packed(tensors, layout.file))
         layout.write_more(folder)
@@ -162,16 +161,8 @@ def _dtype_name(tensors: Tensors) -> str:
     return str(next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())).removeprefix("torch.")
 
 
-def require_kind(format: Format, drafter: TrainableDrafter) -> None:
-    """Raise ValueError for a drafter of another kind."""
-    if kind_of(drafter) != format.kind:
-        raise ValueError(f"a drafter of the kind {kind_of(drafter)} can't be written as {format.name}; {format.kind} can")
-
-
 def require_own_folder(directory: Path, name: str) -> None:
     """Raise ValueError for a folder with anything but an earlier export in this format."""
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is a file; choose a folder for the export")
     if not directory.is_dir() or not any(directory.iterdir()):
         return
     note = read_note(directory)
@@ -239,39 +230,20 @@ def read_folder(
     tensors = folder.load()
     weights = {name: tensors[stored] for name, stored in stored_names.items()} | reading.convert(tensors, config)
     drafter = DRAFTERS[kind].for_target(config, target).cpu()
-    for name in format.measured:
-        weights[name] = _measured(name, drafter.get_buffer(name), note, folder.path)
-    _adopt(drafter, weights, described)
+    weights |= {name: drafter.get_buffer(name) for name in format.measured}
+    _adopt(drafter, weights, {} if note is None else note.measured, described)
     return drafter.eval().requires_grad_(False)
 
 
-def _measured(name: str, default: torch.Tensor, note: Note | None, directory: Path) -> torch.Tensor:
-    """Read a measured tensor from the note; without one return its default.
-
-    Raises ValueError for values that don't fit the tensor.
-    """
-    if note is None or name not in note.measured:
-        return default
-    try:
-        measured = torch.tensor(note.measured[name], dtype=default.dtype)
-    except (ValueError, TypeError, RuntimeError, OverflowError):  # rows of unequal lengths, say
-        measured = torch.empty(0)
-    if measured.shape != default.shape or not measured.isfinite().all():
-        raise ValueError(
-            f"{directory / NOTE_FILE} has measured.{name} that isn't {tuple(default.shape)} finite numbers; export it again"
-        )
-    return measured
-
-
-def _adopt(drafter: TrainableDrafter, weights: Tensors, describing: Path) -> None:
-    """Load weights into the drafter, in their type if they share one.
+def _adopt(drafter: TrainableDrafter, weights: Tensors, measured: Mapping[str, list[list[float]]], describing: Path) -> None:
+    """Load weights into the drafter, in their type if they share one, and what was `measured`.
 
     `describing` is the file that describes the weights.
     """
     take_dtype(drafter, weights)
     try:
-        drafter.load_state_dict(weights)
-    except RuntimeError as error:  # all else has been checked: only tensors without a place in the format can be wrong
+        drafter.load_state_dict(weights | {name: torch.tensor(values) for name, values in measured.items()})
+    except (RuntimeError, ValueError) as error:  # all else has been checked: only tensors without a place in the format
         raise ValueError(f"{describing} doesn't match the weights ({error}); export it again") from error
     drafter.check_weights()
 

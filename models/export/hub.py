@@ -18,14 +18,13 @@ from huggingface_hub.hf_api import RepoFile
 
 from ...data.files import replacing_directory, sha256_file
 from ..drafters.saved.download import telling_hub_errors
+from ..drafters.saved.folder import first_problems
 from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE
 from .package import ALLOWED, package_files, require_new
 
 KEPT_FILES = frozenset({".gitattributes"})
 """Files that the Hub adds to every repository."""
 MAIN = "main"
-MOST_NAMED = 8
-"""Largest number of files in one message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +68,8 @@ def push(
         extra = sorted(remote.keys() - files.keys())
         is_new = branch != MAIN and info.sha == main.sha
         if not is_new and not overwrite and (differing := sorted((set(changed) & remote.keys()) | set(extra))):
-            more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
             raise ValueError(
-                f"the branch {branch} of {repo} holds other files than {folder}: {', '.join(differing[:MOST_NAMED])}{more}. "
+                f"the branch {branch} of {repo} holds other files than {folder}: {first_problems(differing)}. "
                 "Push to a new branch (--revision NAME), or replace these files (--overwrite; the history keeps them)"
             )
 

@@ -1,14 +1,18 @@
 """Common parts of the formats with decoder layers: a layer is described as a small Llama or Qwen3."""
 
-import math
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import fields
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 from torch import nn
 from transformers.activations import ACT2FN
 
+from ...data.fields import OPTIONS, PositiveInt, one_of, problems_of, raise_problems
 from ..drafters.decoder_layer import FORMS, form_config
 from ..llm.hf_target import HFTarget
 from .folders import Folder
@@ -25,17 +29,13 @@ LAYER_WEIGHTS = (
 )
 QKV_BIASES = tuple(f"self_attn.{name}_proj.bias" for name in "qkv")
 FORM_KEYS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "hidden_act", "rms_norm_eps")
-SIZES_OF_LAYER = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim", "hidden_size", "vocab_size")
 BIASES = ("attention_bias", "mlp_bias")
-SIZES = frozenset(
-    {*FORM_KEYS, "head_dim", "hidden_size", "vocab_size", *BIASES, "rope_parameters", "rope_theta", "rope_scaling"}
-)
-"""Keys that determine the layer."""
 ROPE_OF_POSITIONS = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embeddings that depend only on their own parameters. Other kinds also depend on
 the length of the context."""
 GENERAL_KEYS = frozenset(
     {
+        "_attn_implementation",
         "_name_or_path",
         "architectures",
         "attention_dropout",
@@ -55,16 +55,61 @@ GENERAL_KEYS = frozenset(
         "use_cache",
     }
 )
-"""Keys of a configuration that don't affect weights or computation, apart from values that are
-checked by name."""
-LAYER_COUNTS = frozenset({"num_hidden_layers", "layer_types"})
-MUST_BE: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (None, False),
-    "mlp_bias": (None, False),
-    "sliding_window": (None,),
-    "use_sliding_window": (False,),
-}
-"""Keys with the values that we support; other values describe a different layer."""
+"""Keys of a configuration that don't affect weights or computation, unless a format's dataclass has
+them."""
+Positive = Annotated[float, Field(gt=0, le=1e12)]
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class LayerKeys:
+    """Keys of a configuration that describe layers. Other values describe layers that drafters here don't have."""
+
+    hidden_size: PositiveInt
+    vocab_size: PositiveInt
+    num_attention_heads: PositiveInt
+    intermediate_size: PositiveInt
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    model_type: Annotated[str, one_of(*FORMS)] = "llama"
+    hidden_act: Annotated[str, one_of(*ACT2FN)] = "silu"
+    rms_norm_eps: Positive = 1e-6
+    num_hidden_layers: PositiveInt = 1
+    layer_types: list[Literal["full_attention"]] | None = None
+    max_position_embeddings: PositiveInt | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_theta: Positive | None = None
+    attention_bias: Literal[False] | None = None
+    mlp_bias: Literal[False] | None = None
+    sliding_window: Any = None
+    use_sliding_window: Literal[False] | None = None
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.sliding_window is not None and self.use_sliding_window is None:  # switched off, its size has no effect
+            problems.append(f"sliding_window {self.sliding_window!r}")
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            problems.append(f"layer_types {self.layer_types!r} of {self.num_hidden_layers} layers")
+        raise_problems(problems)
+
+
+Keys = TypeVar("Keys")
+
+
+def read_keys(keys: type[Keys], config: Mapping[str, Any], folder: Folder) -> Keys:
+    """Read the keys of a format from a configuration, in which None stands for a missing key.
+
+    Raises ValueError, with all problems, for unknown keys, and for values that describe no drafter of
+    ours.
+    """
+    known = GENERAL_KEYS - {field.name for field in fields(keys)}  # type: ignore[arg-type]  # a dataclass
+    given = {name: value for name, value in config.items() if name not in known and value is not None}
+    try:
+        return TypeAdapter(keys).validate_json(json.dumps(given))
+    except ValidationError as error:
+        raise ValueError(
+            f"{folder.path / 'config.json'} describes a drafter that isn't supported: {'; '.join(problems_of(error))}"
+        ) from None
 
 
 def layer_config(layer: Any) -> Any:
@@ -131,20 +176,6 @@ def raise_unsupported(problems: list[str], name: str) -> None:
         raise ValueError(f"the drafter can't be written as {name}: {'; '.join(problems)}")
 
 
-def require_readable(folder: Folder, problems: list[str]) -> None:
-    """Raise ValueError if a configuration describes no supported drafter, with all problems."""
-    if problems:
-        raise ValueError(
-            f"{folder.path / 'config.json'} describes a drafter that isn't supported: it has {', '.join(problems)}"
-        )
-
-
-def frequencies(config: Any) -> torch.Tensor:
-    """Compute the rotary frequencies of a layer's configuration, on the CPU."""
-    rotary: Any = FORMS[config.model_type][2](config)
-    return rotary.inv_freq.float()
-
-
 def write_config(layer: Any, target: HFTarget) -> dict[str, Any]:
     """Describe a drafter's layer with the keys of a Llama of one layer.
 
@@ -168,38 +199,18 @@ def write_config(layer: Any, target: HFTarget) -> dict[str, Any]:
     }
 
 
-def read_config(
-    config: Mapping[str, Any], folder: Folder, target: HFTarget, *, more: frozenset[str], num_layers: int = 1
-) -> dict[str, Any] | None:
-    """Parse the layers, `num_layers` of one form, that a configuration describes.
+def read_layers(keys: LayerKeys, folder: Folder, target: HFTarget, *, max_layers: int = 1) -> dict[str, Any] | None:
+    """Return the form of the layers that a configuration describes; None for the target's own kind.
 
-    Returns None for a layer of the target's own kind, else the layer's form. The caller checks the
-    keys `more`. Raises ValueError for unknown keys, for the sizes of another target, and for a
-    layer that drafters here don't support.
+    Raises ValueError for the sizes of another target, and for layers that drafters here don't support.
     """
-    # 1. List all problems of keys and values.
-    if config.get("use_sliding_window") is False:  # then the window's size has no effect
-        config = {name: value for name, value in config.items() if name != "sliding_window"}
-    unknown = config.keys() - GENERAL_KEYS - MUST_BE.keys() - LAYER_COUNTS - SIZES - more
-    problems = [f"an unknown key {name}" for name in sorted(unknown)]
-    needed = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    problems += [f"no {name}" for name in needed if config.get(name) is None]
-    must_be = MUST_BE | {"num_hidden_layers": (num_layers,), "layer_types": (None, ["full_attention"] * num_layers)}
-    problems += [f"{name} {config[name]!r}" for name, right in must_be.items() if name in config and config[name] not in right]
-    problems += [
-        f"{name} {config[name]!r}" for name in SIZES_OF_LAYER if config.get(name) is not None and not _is_size(config[name])
-    ]
-    if (epsilon := config.get("rms_norm_eps")) is not None and not is_positive(epsilon):
-        problems.append(f"rms_norm_eps {epsilon!r}")
-    problems += rope_problems(config)
-    for name, usual, known in (("hidden_act", "silu", ACT2FN.keys()), ("model_type", "llama", FORMS.keys())):
-        if not isinstance(config.get(name, usual), str) or config.get(name, usual) not in known:
-            problems.append(f"{name} {config[name]!r}")
-    require_readable(folder, problems)
-
-    # 2. Compare sizes and layer with the target.
-    require_sizes(config, folder, target)
-    model_config = _parse(config, folder, target)
+    if keys.num_hidden_layers > max_layers:
+        raise ValueError(
+            f"{folder.path / 'config.json'} has num_hidden_layers {keys.num_hidden_layers}, and this drafter has at most "
+            f"{max_layers}; copy or export the drafter again"
+        )
+    require_sizes(vars(keys), folder, target)
+    model_config = _parse(keys, folder, target)
     described, target_config = describe(model_config), target.model.config.get_text_config()
     lengths = model_config.max_position_embeddings, target_config.max_position_embeddings
     kind = described["rope_parameters"]["rope_type"]
@@ -213,20 +224,17 @@ def read_config(
     return None if target_config.model_type in FORMS and described == describe(target_config) else described
 
 
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 < value < 2**31
-
-
-def _parse(config: Mapping[str, Any], folder: Folder, target: HFTarget) -> Any:
+def _parse(keys: LayerKeys, folder: Folder, target: HFTarget) -> Any:
     """Build transformers' configuration of the described layer.
 
-    A missing rotary base takes transformers' default.
+    A missing rotary base takes transformers' default. Of unknown parameters of rotary embeddings
+    transformers warns.
     """
-    make: Any = FORMS[config.get("model_type", "llama")][0]
-    keys = SIZES | {"max_position_embeddings"}
-    options = {name: value for name, value in config.items() if name in keys and value is not None}
-    options.setdefault("num_key_value_heads", options["num_attention_heads"])
-    options.setdefault("rms_norm_eps", 1e-6)
+    make: Any = FORMS[keys.model_type][0]
+    others = {"model_type", "num_hidden_layers", "layer_types", "sliding_window", "use_sliding_window"}
+    names = {field.name for field in fields(LayerKeys)} - others
+    options = {name: value for name in names if (value := getattr(keys, name)) is not None}
+    options.setdefault("num_key_value_heads", keys.num_attention_heads)
     try:
         model_config = make(**options, num_hidden_layers=1)
         form_config(target, describe(model_config))
@@ -275,83 +283,3 @@ def require_target_parts(tensors: Mapping[str, torch.Tensor], target: HFTarget, 
 
 SAME_NUMBER = 2**-7
 """Relative difference that rounding to the narrower of two 16-bit types explains."""
-
-
-# --- checks of rotary embeddings: transformers only warns of unknown values, and ignores them
-
-
-ROPE_KEYS = ("rope_parameters", "rope_scaling")
-"""Keys of a configuration with rotary embeddings: the current one of transformers, and that of
-older versions."""
-NEEDED: dict[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "dynamic": frozenset({"factor"}),
-    "yarn": frozenset({"factor", "original_max_position_embeddings"}),
-    "longrope": frozenset({"short_factor", "long_factor", "original_max_position_embeddings"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-}
-"""Parameters that each kind needs (transformers' modeling_rope_utils.py)."""
-OPTIONAL: dict[str, frozenset[str]] = {
-    "dynamic": frozenset({"original_max_position_embeddings"}),
-    "yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
-    "longrope": frozenset({"attention_factor", "factor"}),
-}
-OF_ALL = frozenset({"rope_theta", "rope_type", "type"})
-MOST = 1e12
-"""Largest plausible value of a base, a factor, or a number of tokens."""
-
-
-def rope_problems(config: Mapping[str, Any]) -> list[str]:
-    """List the problems of a configuration's rotary embeddings.
-
-    A value may be unknown, missing, impossible or set twice.
-    """
-    present = {key: config[key] for key in ROPE_KEYS if config.get(key) is not None}
-    problems = [f"{key} {rope!r}" for key, rope in present.items() if not isinstance(rope, Mapping)]
-    if problems:
-        return problems
-    for key, rope in present.items():
-        problems += _problems(key, rope)
-    bases = {key: rope["rope_theta"] for key, rope in present.items() if rope.get("rope_theta") is not None}
-    bases |= {"the configuration": config["rope_theta"]} if config.get("rope_theta") is not None else {}
-    problems += [f"rope_theta {base!r}" for base in bases.values() if not is_positive(base)]
-    if not problems and len(set(bases.values())) > 1:
-        problems.append(f"several rope_theta: {', '.join(f'{base} in {key}' for key, base in bases.items())}")
-    if not problems and len({repr(sorted(_plain(rope).items())) for rope in present.values()}) > 1:
-        problems.append("different rope_parameters and rope_scaling")
-    return problems
-
-
-def _problems(key: str, rope: Mapping[str, Any]) -> list[str]:
-    kind = rope.get("rope_type", rope.get("type"))
-    if not isinstance(kind, str) or kind not in NEEDED:
-        if kind is None and not rope.keys() - {"rope_theta"}:
-            return []
-        return [f"{key} of the type {kind!r} (known: {', '.join(NEEDED)})"]
-    if rope.get("type", kind) != kind:
-        return [f"{key} of two types, {kind} and {rope['type']}"]
-    optional = OPTIONAL.get(kind, frozenset())
-    problems = [f"no {key}.{name}" for name in sorted(NEEDED[kind]) if rope.get(name) is None]
-    problems += [f"an unknown key {key}.{name}" for name in sorted(map(str, rope.keys() - NEEDED[kind] - optional - OF_ALL))]
-    numbers = {name: rope[name] for name in (NEEDED[kind] | optional) & rope.keys() if rope[name] is not None}
-    return problems + [f"{key}.{name} {value!r}" for name, value in sorted(numbers.items()) if not _is_possible(name, value)]
-
-
-def _is_possible(name: str, value: Any) -> bool:
-    if name == "truncate":
-        return isinstance(value, bool)
-    if name in ("short_factor", "long_factor"):
-        return isinstance(value, list) and bool(value) and all(map(is_positive, value))
-    return is_positive(value)
-
-
-def _plain(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Normalize the parameters, so that both ways to write them can be compared."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    return {"rope_type": kind, **{name: value for name, value in rope.items() if name not in OF_ALL}}
-
-
-def is_positive(value: Any) -> bool:
-    """Check for a number that is possible as a base, a factor or a length."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf and value <= MOST

@@ -20,12 +20,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic.dataclasses import dataclass
+
+from ...data.fields import OPTIONS, PositiveInt
 from ..drafters.medusa import Medusa
 from ..drafters.options import MedusaConfig
 from ..llm.hf_target import HFTarget
 from .folders import Folder
 from .formats import FolderContents, Format, Reading
-from .llama import GENERAL_KEYS, raise_unsupported, require_readable, require_sizes
+from .llama import raise_unsupported, read_keys, require_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +37,24 @@ SHARED_HEAD_VERSION = "2"
 NUM_HEADS, NUM_LAYERS, TARGET = "medusa_num_heads", "medusa_num_layers", "base_model_name_or_path"
 TENSORRT_NUM_HEADS = "num_medusa_heads"
 HAS_BIASES = "medusa_fc_bias"
-KEYS = frozenset({NUM_HEADS, NUM_LAYERS, TARGET, TENSORRT_NUM_HEADS, HAS_BIASES, "hidden_size", "vocab_size", "version"})
 PREFIXES = ("", "medusa_head.", "medusa_heads.")
 """Prefixes of the tensors' names that are read; none is written."""
 BLOCK = re.compile(r"(\d{1,4})\.(\d{1,4})\.linear\.(?:weight|bias)")
 """Names of the tensors of block j of head i."""
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class MedusaKeys:
+    """Keys of a `config.json`."""
+
+    medusa_num_heads: PositiveInt | None = None
+    medusa_num_layers: PositiveInt | None = None
+    num_medusa_heads: PositiveInt | None = None
+    base_model_name_or_path: Any = None
+    medusa_fc_bias: Any = None
+    hidden_size: int | None = None
+    vocab_size: int | None = None
+    version: Any = None
 
 
 def write_reference(drafter: Medusa, target: HFTarget) -> FolderContents:
@@ -129,38 +145,21 @@ def read(folder: Folder, target: HFTarget) -> Reading:
     The tensors determine the number of heads, since published configurations count them wrong.
     """
     # 1. Check the configuration.
-    config = folder.config
-    problems = [f"an unknown key {name}" for name in sorted(config.keys() - KEYS - GENERAL_KEYS)]
-    problems += [
-        f"{name} {config[name]!r}"
-        for name in (NUM_HEADS, TENSORRT_NUM_HEADS, NUM_LAYERS)
-        if name in config and (type(config[name]) is not int or config[name] < 1)
-    ]
-    require_readable(folder, problems)
-    require_sizes(config, folder, target)
+    keys = read_keys(MedusaKeys, folder.config, folder)
+    require_sizes(vars(keys), folder, target)
 
     # 2. Count heads and blocks by the names of the tensors.
     prefix, blocks = _blocks(folder)
     num_heads, num_layers = (1 + max((block[axis] for block in blocks), default=-1) for axis in (0, 1))
-    if num_heads * num_layers > len(folder.shapes):
+    if keys.medusa_num_layers not in (None, num_layers):
         raise ValueError(
-            f"{folder.path} has names of {num_heads} heads of {num_layers} blocks, but only {len(folder.shapes)} tensors; "
-            "complete the download"
-        )
-    if not blocks:
-        raise ValueError(f"{folder.path} has no heads: there is no 0.0.linear.weight; complete the download")
-    if config.get(NUM_LAYERS, num_layers) != num_layers:
-        raise ValueError(
-            f"{folder.path} has {num_layers} blocks in a head, but its config.json has {NUM_LAYERS} {config[NUM_LAYERS]}; "
+            f"{folder.path} has {num_layers} blocks in a head, but its config.json has {NUM_LAYERS} {keys.medusa_num_layers}; "
             "correct it"
         )
-    for name in (NUM_HEADS, TENSORRT_NUM_HEADS):
-        if config.get(name, num_heads) != num_heads:
-            logger.warning("%s has %d heads, but its config.json has %s %d", folder.path, num_heads, name, config[name])
 
     # 3. The drafter's options.
     heads = [f"{prefix}{head}.{num_layers}.weight" for head in range(num_heads)]
-    shares = str(config.get("version", "1")) == SHARED_HEAD_VERSION or not any(name in folder.shapes for name in heads)
+    shares = str(keys.version) == SHARED_HEAD_VERSION or not any(name in folder.shapes for name in heads)
     options: dict[str, Any] = {"num_heads": num_heads, "num_layers": num_layers, "share_head": shares}
     return Reading(options=options, rename=lambda config: _names(config, prefix))
 

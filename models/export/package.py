@@ -28,9 +28,10 @@ from ..drafters.saved.folder import (
     TRAINING_FILE,
     WEIGHTS_FILE,
     MergeFile,
-    count_tensors,
+    first_problems,
     read_drafter_config,
     read_training_facts,
+    tensor_names,
 )
 from ..drafters.saved.parts import DrafterParts, packaged_parts, parse_drafter_name
 from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE, START_FILE, custom_generate_files
@@ -60,8 +61,6 @@ UNNAMED_TARGET = "set this to the directory of the target, which has no name on 
 """Comment in a card beside a target's local name; `UNNAMED` is the one beside a drafter's."""
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 NOT_WEIGHTS = ("optimizer", "scheduler", "trainer_state", "rng_state")
-MOST_PROBLEMS = 10
-"""Largest number of problems in one message."""
 
 
 def make_package(name: Path | DrafterParts, output: Path, readme: str, certificate: Path | None = None) -> None:
@@ -71,20 +70,19 @@ def make_package(name: Path | DrafterParts, output: Path, readme: str, certifica
     drafters, and for a file that isn't a certificate.
     """
     # 1. Check all inputs.
-    require_new(output)
     parts = parse_drafter_name(name)
     drafter = packaged_folder(parts)
     if drafter is not None:
         read_drafter_config(drafter)
         read_training_facts(drafter)
-        count_tensors(drafter / WEIGHTS_FILE)
+        tensor_names(drafter / WEIGHTS_FILE)
         require_unaltered(drafter)
     if certificate is not None:
         read_certificate(certificate)
 
     # 2. Write the files, and check the result.
     with replacing_directory(output) as folder:
-        require_new(output)  # another process may have written it since
+        require_new(output)  # here no other process can write it
         for file in (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE):
             if drafter is not None and (drafter / file).is_file():
                 shutil.copyfile(drafter / file, folder / file)
@@ -162,9 +160,8 @@ def package_files(folder: Path, called: str = "") -> dict[str, Path]:
         elif path.is_file():
             files[name] = path
     if problems:
-        more = f" and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
         raise ValueError(
-            f"{called} holds files that must not be shared: {', '.join(problems[:MOST_PROBLEMS])}{more}. Move them out, or "
+            f"{called} holds files that must not be shared: {first_problems(problems)}. Move them out, or "
             "make a new folder with `outrider package`"
         )
 
@@ -174,7 +171,7 @@ def package_files(folder: Path, called: str = "") -> dict[str, Path]:
         raise ValueError(f"{called} holds no drafter: it needs {CONFIG_FILE} and weights in safetensors")
     for name, path in files.items():
         if name.endswith(".safetensors"):
-            count_tensors(path, f"{called}: {name}")
+            tensor_names(path, f"{called}: {name}")
     if f"{FOLDER}/{START_FILE}" in files:
         _require_own(folder, files, called)
     return files
@@ -195,7 +192,7 @@ def _require_own(folder: Path, files: Collection[str], called: str) -> None:
     code = {START_FILE, *(f"{name}.py" for name in re.findall(r"^\s*from \.(\w+) import", start, re.MULTILINE))}
     known = {WEIGHTS_FILE, *(f"{FOLDER}/{name}" for name in code)}
     if unknown := [name for name in files if name.endswith((".py", ".safetensors")) and name not in known]:
-        raise ValueError(f"{called} holds files of something else: {', '.join(unknown[:MOST_PROBLEMS])}. Move them out")
+        raise ValueError(f"{called} holds files of something else: {first_problems(unknown)}. Move them out")
 
 
 def _problem(path: Path, name: str) -> str | None:

@@ -13,8 +13,7 @@ from ..drafters.base import TrainableDrafter
 from ..drafters.fused_layers import default_feature_layers
 from ..drafters.registry import kind_of
 from ..drafters.saved.build import drafter_of_weights, saved_spec
-from ..drafters.saved.folder import read_drafter_config
-from ..drafters.saved.loading import require_fitting_target
+from ..drafters.saved.folder import read_drafter_config, require_fitting_target
 from ..llm.hf_target import HFTarget
 from . import apple, dspark, eagle1, eagle3, medusa, mtp, speculators, transformers_model
 from .folders import WEIGHT_FILES, open_folder
@@ -120,7 +119,14 @@ def engine_format(engine: str, directory: Path) -> str:
     the formats for this kind.
     """
     saved = read_drafter_config(directory)
-    return engine_format_of(engine, saved.kind, saved.drafter.get("feature_layers"), f"to is {engine}", str(directory))
+    served = ENGINES[engine]
+    if saved.kind not in served:
+        others = ", ".join(name for name, format in FORMATS.items() if format.kind == saved.kind) or "no format"
+        raise ValueError(
+            f"to is {engine}, which doesn't serve drafters of the kind {saved.kind}, only {', '.join(served)}. {directory} "
+            f"can be written as {others}"
+        )
+    return _engine_format(engine, saved.kind, saved.drafter.get("feature_layers"))
 
 
 def holds_kind(name: str, kind: str) -> bool:
@@ -134,28 +140,16 @@ def formats_for(names: Iterable[str], kind: str, feature_layers: object) -> list
     An engine's name stands for its format.
     """
     chosen = [
-        engine_format_of(name, kind, feature_layers, name, "it") if name in ENGINES else name
-        for name in names
-        if holds_kind(name, kind)
+        _engine_format(name, kind, feature_layers) if name in ENGINES else name for name in names if holds_kind(name, kind)
     ]
     return list(dict.fromkeys(chosen))
 
 
-def engine_format_of(engine: str, kind: str, feature_layers: object, chosen: str, drafter: str) -> str:
-    """Return the format in which an engine reads a drafter of a kind.
-
-    The texts are for the error.
-    """
-    served = ENGINES[engine]
-    if kind not in served:
-        others = ", ".join(name for name, format in FORMATS.items() if format.kind == kind) or "no format"
-        raise ValueError(
-            f"{chosen}, which doesn't serve drafters of the kind {kind}, only {', '.join(served)}. {drafter} "
-            f"can be written as {others}"
-        )
+def _engine_format(engine: str, kind: str, feature_layers: object) -> str:
+    """Return the format in which an engine reads a drafter of a kind that it serves."""
     if engine == "vllm" and kind == "eagle3" and not _are_usual(feature_layers):
         return "speculators"  # `eagle3` doesn't support other layers than the default
-    return served[kind]
+    return ENGINES[engine][kind]
 
 
 def _are_usual(feature_layers: object) -> bool:

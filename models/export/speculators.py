@@ -10,44 +10,73 @@ it at random otherwise.
 form; scripts/engines/check_speculators.py checks this.
 """
 
-from collections.abc import Mapping
+from dataclasses import field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+from pydantic.dataclasses import dataclass
+
+from ...data.fields import OPTIONS, PositiveInt
 from ..drafters.eagle3 import Eagle3
 from ..llm.hf_target import HFTarget
 from .draft_vocabulary import vocabulary_reading, write_vocabulary
-from .eagle3 import NORMS, NUM_FEATURES, eagle3_layer_problems, names_of, read_norms
+from .eagle3 import NORMS, NUM_FEATURES, NormKeys, eagle3_layer_problems, names_of
 from .folders import Folder
 from .formats import FolderContents, Format, Reading
 from .llama import (
-    GENERAL_KEYS,
+    LayerKeys,
     embedding_problems,
     order_problems,
     raise_unsupported,
-    read_config,
-    require_readable,
+    read_keys,
+    read_layers,
+    require_sizes,
     write_config,
 )
 
 FLAGS = ("norm_before_residual", "embed_requires_grad")
 """Keys of variants that drafters here don't have. They are always written, because the library's
 and vLLM's defaults differ for the first."""
-KEYS = frozenset(
-    {
-        "auto_map",
-        "draft_vocab_size",
-        "eagle_aux_hidden_state_layer_ids",
-        "has_no_defaults_at_init",
-        "speculators_config",
-        "speculators_model_type",
-        "speculators_version",
-        "target_hidden_size",
-        "transformer_layer_config",
-        *FLAGS,
-        *NORMS,
-    }
-)
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class ProposalKeys:
+    """Keys of `speculators_config`. How engines shall draft, and with which target, is their affair."""
+
+    algorithm: str | None = None
+    default_proposal_method: Any = None
+    proposal_methods: list[dict[str, Any]] | None = None
+    verifier: Any = None
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class SpeculatorKeys:
+    """Keys of a `config.json` that all algorithms have."""
+
+    speculators_model_type: str
+    transformer_layer_config: dict[str, Any]
+    draft_vocab_size: PositiveInt | None = None
+    speculators_config: ProposalKeys = field(default_factory=ProposalKeys)
+    speculators_version: Any = None
+    target_hidden_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.speculators_config.algorithm not in (None, self.speculators_model_type):
+            raise ValueError(
+                f"speculators_config.algorithm {self.speculators_config.algorithm!r} of a {self.speculators_model_type}"
+            )
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class Eagle3SpeculatorKeys(SpeculatorKeys, NormKeys):
+    """Keys of a `config.json` of EAGLE-3."""
+
+    speculators_model_type: Literal["eagle3"]
+    auto_map: Any = None
+    eagle_aux_hidden_state_layer_ids: Any = None
+    embed_requires_grad: Literal[False] = False
+    has_no_defaults_at_init: Any = None
+    norm_before_residual: Literal[False] = False
 
 
 def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
@@ -90,37 +119,18 @@ def read(folder: Folder, target: HFTarget) -> Reading:
 
     Raises ValueError for its other algorithms and variants.
     """
-    # 1. Check the configuration.
-    config, layer = folder.config, folder.config.get("transformer_layer_config")
-    problems = [f"an unknown key {name}" for name in sorted(config.keys() - KEYS - GENERAL_KEYS)]
-    problems += [f"{name} {config[name]!r}" for name in FLAGS if config.get(name, False) is not False]
-    problems += ["no transformer_layer_config"] if not isinstance(layer, dict) else []
-    require_readable(folder, problems + proposal_problems(config, "eagle3", target))
-
-    # 2. The drafter's options.
-    assert isinstance(layer, dict)
-    options: dict[str, Any] = {"layer": read_config(layer, folder, target, more=frozenset({"_attn_implementation"}))}
-    options |= read_norms(folder)
-    layer_ids = config.get("eagle_aux_hidden_state_layer_ids")
-    if layer_ids is not None:
-        options["feature_layers"] = layer_ids
-    if isinstance(tokens := _speculative_tokens(config), int):
-        options["depth"] = tokens
+    keys = read_keys(Eagle3SpeculatorKeys, folder.config, folder)
+    layers = read_keys(LayerKeys, keys.transformer_layer_config, folder)
+    require_sizes(vars(keys), folder, target)
+    options: dict[str, Any] = {"layer": read_layers(layers, folder, target), **keys.options()}
+    if keys.eagle_aux_hidden_state_layer_ids is not None:
+        options["feature_layers"] = keys.eagle_aux_hidden_state_layer_ids
+    methods = keys.speculators_config.proposal_methods
+    if methods and (depth := methods[0].get("speculative_tokens")) is not None:
+        options["depth"] = depth
     return vocabulary_reading(
-        folder,
-        target,
-        options=options,
-        num_outputs=config.get("draft_vocab_size") or target.vocab_size,
-        rename=partial(names_of, "layers.0"),
+        folder, target, options=options, draft_vocab_size=keys.draft_vocab_size, rename=partial(names_of, "layers.0")
     )
-
-
-def _speculative_tokens(config: dict[str, Any]) -> Any:
-    """Look up the chain length that the folder proposes, if any."""
-    proposed = config.get("speculators_config")
-    methods = proposed.get("proposal_methods") if isinstance(proposed, dict) else None
-    first = methods[0] if isinstance(methods, list) and methods else None
-    return first.get("speculative_tokens") if isinstance(first, dict) else None
 
 
 def is_of(folder: Folder) -> bool:
@@ -138,10 +148,6 @@ FORMAT = Format(name="speculators", kind="eagle3", write=write, read=read, is_of
 
 VERSION = "0.9.0"
 """Version of the library that the formats were checked against."""
-PROPOSED_KEYS = frozenset({"algorithm", "default_proposal_method", "proposal_methods", "verifier"})
-"""Known keys of `speculators_config`."""
-METHOD_KEYS = frozenset({"accept_tolerance", "proposal_type", "speculative_tokens", "verifier_accept_k"})
-VERIFIER_KEYS = frozenset({"architectures", "name_or_path"})
 
 
 def write_proposal(algorithm: str, num_tokens: int, target: HFTarget) -> dict[str, Any]:
@@ -162,34 +168,3 @@ def write_proposal(algorithm: str, num_tokens: int, target: HFTarget) -> dict[st
             "verifier": {"name_or_path": target.identity.name, "architectures": [type(target.model).__name__]},
         },
     }
-
-
-def proposal_problems(config: Mapping[str, Any], algorithm: str, target: HFTarget) -> list[str]:
-    """List the parts of a configuration that are unknown, of another algorithm or of another target."""
-    problems = []
-    if config.get("speculators_model_type") != algorithm:
-        problems.append(f"speculators_model_type {config.get('speculators_model_type')!r} (only {algorithm} is read)")
-    if config.get("target_hidden_size") not in (None, target.hidden_size):
-        problems.append(f"target_hidden_size {config['target_hidden_size']} (the target's is {target.hidden_size})")
-    proposed = config.get("speculators_config") or {}
-    if not isinstance(proposed, dict):
-        return [*problems, f"speculators_config {proposed!r}"]
-    problems += [f"an unknown key speculators_config.{name}" for name in sorted(proposed.keys() - PROPOSED_KEYS)]
-    if proposed.get("algorithm", algorithm) != algorithm:
-        problems.append(f"speculators_config.algorithm {proposed['algorithm']!r} (only {algorithm} is read)")
-    return problems + _section_problems(proposed)
-
-
-def _section_problems(proposed: Mapping[str, Any]) -> list[str]:
-    methods, verifier = proposed.get("proposal_methods") or [], proposed.get("verifier") or {}
-    sections, problems = [("verifier", verifier, VERIFIER_KEYS)], []
-    if isinstance(methods, list):
-        sections += [(f"proposal_methods[{index}]", method, METHOD_KEYS) for index, method in enumerate(methods)]
-    else:
-        problems.append(f"speculators_config.proposal_methods {methods!r}")
-    for section, value, known in sections:
-        if not isinstance(value, dict):
-            problems.append(f"speculators_config.{section} {value!r}")
-        else:
-            problems += [f"an unknown key speculators_config.{section}.{name}" for name in sorted(value.keys() - known)]
-    return problems

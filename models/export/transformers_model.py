@@ -7,20 +7,18 @@ otherwise. Besides our exports, any folder of a causal model of transformers wit
 tokenizer can be read.
 """
 
-import inspect
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig
 
 from ...data.files import write_json
 from ..bounded_build import bounded_build, require_possible_numbers
 from ..drafters.draft_model import DraftModel, tied_parameters
 from ..drafters.saved.folder import CONFIG_FILE
-from ..drafters.small_models import NOT_ARCHITECTURE, architecture_of, build_model, require_same_tokenizer
+from ..drafters.small_models import NOT_ARCHITECTURE, architecture_in, build_model, require_same_tokenizer
 from ..llm.config import TargetConfig
 from ..llm.hf_target import HFTarget
 from ..llm.identity import tokenizer_digest
@@ -31,22 +29,6 @@ from .llama import SAME_NUMBER
 
 PREFIX = "model."
 """Prefix of the model's tensors in our own names."""
-FORMER_KEYS = frozenset(
-    {
-        "finetuning_task",
-        "gradient_checkpointing",
-        "max_sequence_length",
-        "n_ctx",
-        "prefix",
-        "pretraining_tp",
-        "task_specific_params",
-        "tf_legacy_loss",
-        "torchscript",
-        "use_bfloat16",
-    }
-)
-"""Keys of configurations that older versions of transformers wrote. None of them changes what a
-model computes."""
 
 
 def write(drafter: DraftModel, target: HFTarget) -> FolderContents:
@@ -54,13 +36,9 @@ def write(drafter: DraftModel, target: HFTarget) -> FolderContents:
 
     transformers drafts a chain, and draft trees are only a way of drafting here.
     """
-    config = {**to_json(architecture_of(drafter.model)), "architectures": [type(drafter.model).__name__]}
+    config = {**to_json(architecture_in(drafter.model.config)), "architectures": [type(drafter.model).__name__]}
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in drafter.state_dict().items()}
     return FolderContents(config=config, tensors=tensors, write_more=partial(_write_more, drafter, target))
-
-
-INFINITIES = [({"__float__": f"{sign}Infinity"}, float(f"{sign}inf")) for sign in ("", "-")]
-"""Numbers that transformers writes as mappings."""
 
 
 def _write_more(drafter: DraftModel, target: HFTarget, directory: Path) -> None:
@@ -90,14 +68,13 @@ def read(folder: Folder, target: HFTarget) -> Reading:
             f"draft_model:{folder.path}, or train it (drafter.path): both fit its vocabulary. Else use a model of the same "
             "family"
         )
-    named = {key: _decoded(value) for key, value in folder.config.items() if key not in (*NOT_ARCHITECTURE, "torch_dtype")}
+    named = {key: value for key, value in folder.config.items() if key not in (*NOT_ARCHITECTURE, "torch_dtype")}
     require_possible_numbers(named, folder.path / CONFIG_FILE)
     try:
         with bounded_build(folder.path / CONFIG_FILE, len(folder.shapes)), torch.device("meta"):
             model = build_model(named, target)
     except ValueError as error:
         raise ValueError(f"{folder.path / CONFIG_FILE} describes no model: {error}") from error
-    _require_known_keys(named, model.config, folder.path / CONFIG_FILE)
     if not (folder.path / NOTE_FILE).is_file():  # a note records the tokenizer's digest
         # Pass the checked configuration; otherwise transformers would read the unchecked file
         # again.
@@ -116,36 +93,11 @@ def read(folder: Folder, target: HFTarget) -> Reading:
 
     shapes = model.state_dict()
     return Reading(
-        options={"architecture": architecture_of(model)},
+        options={"architecture": architecture_in(model.config)},
         rename=lambda config: {PREFIX + name: name for name in shapes},
         optional={name: shapes[name] for name in tied},
         convert=convert,
     )
-
-
-def _decoded(value: Any) -> Any:
-    """Return a value of a configuration with infinities, which JSON doesn't have, as numbers."""
-    if isinstance(value, list):
-        return [_decoded(part) for part in value]
-    return next((number for written, number in INFINITIES if value == written), value)
-
-
-def _require_known_keys(keys: Mapping[str, Any], config: PreTrainedConfig, path: Path) -> None:
-    """Raise ValueError for a key that this kind of model doesn't have.
-
-    Switches that are off are allowed. A configuration of transformers keeps unknown keys as
-    attributes. It doesn't keep keys that it knows under an older name, such as `rope_theta`.
-    """
-    kind = type(config)
-    known = FORMER_KEYS.union(
-        inspect.signature(kind).parameters, kind.attribute_map, PreTrainedConfig().to_dict(), ["model_type"]
-    )
-    on = {name for name, value in keys.items() if value not in (None, False) and hasattr(config, name)}
-    if unknown := sorted(on - known):
-        raise ValueError(
-            f"{path} has {', '.join(unknown)}, which transformers' {kind.__name__} doesn't support, so the model may differ "
-            "from the trained one; delete these keys if they don't change what the model computes"
-        )
 
 
 def is_of(folder: Folder) -> bool:

@@ -28,7 +28,7 @@ from ..drafters.merge_sources import MergedState, MergedText, MergeSources, Sour
 from ..drafters.merging import MergedRow
 from ..drafters.registry import TRAINING_FREE
 from ..drafters.saved.build import drafter_of_weights, saved_spec
-from ..drafters.saved.folder import read_drafter_config
+from ..drafters.saved.folder import read_drafter_config, require_fitting_target
 from ..drafters.saved.parts import DrafterPart, parse_drafter_name
 from ..drafters.training_free import FreeState, TrainingFreeDrafter
 from .vllm_texts import ServedTarget, ServedTexts, steps_of
@@ -118,12 +118,8 @@ class Proposer:
     def _load(self, folder: Path, target_model: Any) -> Any:
         saved, embed_tokens = read_drafter_config(folder), target_model.model.embed_tokens
         trained_for = saved.target
-        width, vocab_size = embed_tokens.weight.shape[1], embed_tokens.org_vocab_size
-        if (width, vocab_size) != (trained_for.hidden_size, trained_for.vocab_size):
-            raise ValueError(
-                f"{folder} was trained for {trained_for.name} with width {trained_for.hidden_size} and "
-                f"{trained_for.vocab_size} tokens, and the served target has {width} and {vocab_size}; serve its own target"
-            )
+        sizes = {"hidden_size": embed_tokens.weight.shape[1], "vocab_size": embed_tokens.org_vocab_size}
+        require_fitting_target(folder, trained_for, replace(trained_for, name="the served target", **sizes))
         spec = saved_spec(saved, CHAINS[saved.kind](self.length))
         if saved.kind == "redrafter":  # its head was saved, and vLLM may divide the target's among processes
             spec = replace(spec, config=replace(spec.config, head_init="random"))

@@ -17,7 +17,7 @@ from outrider.models.bounded_build import bounded_build, require_possible_number
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.options import DraftModelConfig
-from outrider.models.drafters.small_models import architecture_of, build_model
+from outrider.models.drafters.small_models import architecture_in, build_model
 from outrider.models.export.registry import export_drafter, import_drafter
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
@@ -47,7 +47,7 @@ def save_model(target: HFTarget, folder: Path, architecture: dict[str, Any]) -> 
         whole = architecture | {"text_config": architecture["text_config"] | tokens}
     model = build_model(whole, target)
     reader = HFTarget(model, target.tokenizer, target.identity)
-    save_drafter(DraftModel(DraftModelConfig(architecture=architecture_of(model)), reader), folder, target.identity)
+    save_drafter(DraftModel(DraftModelConfig(architecture=architecture_in(model.config)), reader), folder, target.identity)
     return folder
 
 

@@ -24,10 +24,11 @@ from .folder import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     DrafterFile,
-    count_tensors,
     read_drafter_config,
     read_weights,
+    require_fitting_target,
     require_recorded_weights,
+    tensor_names,
 )
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ def drafter_of_weights(spec: DrafterSpec, folder: Path, target: HFTarget) -> Tra
     # Don't copy the target's weights first: the trained weights replace them, and a quantised
     # target couldn't provide them.
     without_init = replace(config, init="random") if getattr(config, "init", None) == "target" else config
-    num_tensors = count_tensors(folder / WEIGHTS_FILE)
+    num_tensors = len(tensor_names(folder / WEIGHTS_FILE))
     shapes = shapes_of(kind, without_init, target, folder / CONFIG_FILE, num_tensors)
     tensors = read_weights(folder / WEIGHTS_FILE, shapes)
     drafter = DRAFTERS[kind].for_target(without_init, target)
@@ -217,17 +218,7 @@ def _options_of(folder: Path, saved: DrafterFile, options: Mapping[str, Any]) ->
 
 def _require_same_shape(folder: Path, trained_for: TargetIdentity, target: TargetIdentity) -> None:
     """Raise ValueError if weights don't fit this target; warn if the tokenizer differs."""
-    problems = [
-        f"{name} {getattr(trained_for, name)} in the drafter, {getattr(target, name)} in the target"
-        for name in ("hidden_size", "vocab_size")
-        if getattr(trained_for, name) != getattr(target, name)
-    ]
-    if problems:
-        raise ValueError(
-            f"the drafter in {folder} was trained for {trained_for.name}, and {target.name} has another shape: "
-            f"{'; '.join(problems)}. Its weights can't be adapted to that; leave drafter.{START_FROM} out to train from fresh "
-            "weights, or start from a drafter of a target of this hidden size and vocabulary"
-        )
+    require_fitting_target(folder, replace(trained_for, tokenizer_sha256=""), target)
     if trained_for.tokenizer_sha256 != target.tokenizer_sha256:
         logger.warning(
             "the drafter in %s was trained with another tokenizer (that of %s): unless only a few special tokens differ, the "

@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import httpx  # its HTTP client, which isn't always the package httpx
 
-from ....data.files import finish_replacing
+from ....data.files import finish_replacing, read_json
 from ....data.hub import bound_requests, use_hub, why_offline
 from ....data.paths import MODEL_PREFIX
 from .folder import CONFIG_FILE, HUB_ID, MERGE_FILE, TRAINING_FILE, WEIGHTS_FILE
@@ -74,10 +74,7 @@ def resolve_model(name_or_path: str, **hub_options: Any) -> Path:
     folder = resolve_folder(name_or_path, MODEL_FILES, ignore_patterns=list(NOT_MODEL_FILES), **hub_options)
     if not (folder / CONFIG_FILE).is_file():
         raise ValueError(f"{called} has no {CONFIG_FILE}; {remedy}")
-    try:
-        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{called}: {CONFIG_FILE} is not a JSON file ({error}); complete the download") from error
+    config = read_json(folder / CONFIG_FILE)
     if not isinstance(config, dict) or "model_type" not in config:
         raise ValueError(
             f"{called} isn't a model of transformers: its {CONFIG_FILE} has no model_type. If it is the folder of a trained "
@@ -118,15 +115,10 @@ def telling_hub_errors(repo: str, revision: str | None = None) -> Iterator[None]
         yield
     except HFValidationError as error:
         raise ValueError(f"{repo!r} is not the name of a repository; give user/name ({_first_line(error)})") from error
-    except OfflineModeIsEnabled as error:
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         raise ValueError(
-            f"{at} can't be read: {why_offline()}. Check the network (and HF_HUB_OFFLINE and HF_ENDPOINT, and whether a proxy "
-            "answers in its place), and run the command again, or give a local folder"
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise ValueError(
-            f"{at} isn't in the cache, and {why_offline()}: check the network (and HF_HUB_OFFLINE and HF_ENDPOINT), "
-            "or give a local folder"
+            f"{at} isn't in the cache, and {why_offline()}: check the network (and HF_HUB_OFFLINE and HF_ENDPOINT, and whether "
+            "a proxy answers in its place), and run the command again, or give a local folder"
         ) from error
     except RevisionNotFoundError as error:
         raise ValueError(f"{repo} has no branch, tag or commit {revision}; check the name of the revision") from error

@@ -5,7 +5,7 @@ strictly, and a digest shows changed weights.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,6 +72,26 @@ def read_drafter_config(directory: Path) -> DrafterFile:
     return config
 
 
+def require_fitting_target(directory: Path, trained_for: TargetIdentity, target: TargetIdentity) -> None:
+    """Raise ValueError for a target of another shape or tokenizer.
+
+    Tokenizers are compared only if both are known.
+    """
+    names = ["hidden_size", "vocab_size"]
+    if trained_for.tokenizer_sha256 and target.tokenizer_sha256:
+        names.append("tokenizer_sha256")
+    problems = [
+        f"{name}: {getattr(trained_for, name)} for the drafter, {getattr(target, name)} for this target"
+        for name in names
+        if getattr(trained_for, name) != getattr(target, name)
+    ]
+    if problems:
+        raise ValueError(
+            f"the drafter in {directory} was trained for {trained_for.name} and doesn't fit {target.name}: "
+            f"{'; '.join(problems)}. Use it with its own target, or train one for this target from fresh weights"
+        )
+
+
 def record_weights(directory: Path) -> None:
     """Record the digest of the weights in `config.json`, after a change of them."""
     digest = sha256_file(directory / WEIGHTS_FILE)
@@ -133,11 +153,6 @@ def write_training_facts(directory: Path, facts: TrainingFacts) -> None:
     write_json(directory / TRAINING_FILE, asdict(facts))
 
 
-def count_tensors(path: Path, called: str = "") -> int:
-    """Count the tensors of a file, as `tensor_names` lists them."""
-    return len(tensor_names(path, called))
-
-
 def tensor_names(path: Path, called: str = "") -> list[str]:
     """List the names of a file's tensors by its header.
 
@@ -156,7 +171,7 @@ def tensor_names(path: Path, called: str = "") -> list[str]:
 
 def read_weights(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Read the tensors of a file; check names, shapes and kinds of number by `expected`."""
-    count_tensors(path)
+    tensor_names(path)
     tensors = safetensors.torch.load_file(path)
     raise_problems(path, shape_problems(tensors, expected) or infinite_problems(tensors))
     return tensors
@@ -194,10 +209,13 @@ def infinite_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     ]
 
 
+def first_problems(problems: Sequence[str], separator: str = ", ") -> str:
+    """Join the first problems, and the number of the others."""
+    more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
+    return separator.join([*problems[:MOST_PROBLEMS], *more])
+
+
 def raise_problems(path: Path, problems: list[str]) -> None:
     """Raise ValueError with the first problems of a folder or its weights."""
     if problems:
-        more = f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
-        raise ValueError(
-            f"{path} doesn't hold the drafter that its {CONFIG_FILE} describes: {'; '.join(problems[:MOST_PROBLEMS])}{more}"
-        )
+        raise ValueError(f"{path} doesn't hold the drafter that its {CONFIG_FILE} describes: {first_problems(problems, '; ')}")

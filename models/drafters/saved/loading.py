@@ -25,7 +25,14 @@ from ..merged import MergedDrafter
 from ..registry import kind_of, make_training_free
 from ..training_free import TrainingFreeDrafter
 from .build import drafter_of_weights, saved_spec, shape_digest
-from .folder import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, DrafterFile, read_drafter_config
+from .folder import (
+    CONFIG_FILE,
+    FORMAT_VERSION,
+    WEIGHTS_FILE,
+    DrafterFile,
+    read_drafter_config,
+    require_fitting_target,
+)
 from .model_folder import load_model
 from .parts import MERGE, DrafterPart, DrafterParts, parse_drafter_name
 
@@ -101,14 +108,9 @@ def load_part(
         return make_training_free(part.name, runtime_options, target)
     if part.is_model:
         return _beside(load_model(part.folder, part.spec(runtime_options).config, target), target)
-    return load_trained(part.folder, target, **runtime_options)
-
-
-def load_trained(directory: Path, target: HFTarget, **runtime_options: Any) -> TrainableDrafter:
-    """Load the trained drafter of a folder. Raises ValueError as `load_drafter` does."""
-    saved = read_drafter_config(directory)
-    require_fitting_target(directory, saved.target, target.identity)
-    return _beside(drafter_of_weights(saved_spec(saved, runtime_options), directory, target), target)
+    saved = read_drafter_config(part.folder)
+    require_fitting_target(part.folder, saved.target, target.identity)
+    return _beside(drafter_of_weights(saved_spec(saved, runtime_options), part.folder, target), target)
 
 
 def _beside(drafter: TrainableDrafter, target: HFTarget) -> TrainableDrafter:
@@ -127,30 +129,8 @@ def trained_parts(drafter: LoadedDrafter) -> list[TrainableDrafter]:
     return [source for source in sources if isinstance(source, TrainableDrafter)]
 
 
-def require_fitting_target(directory: Path, trained_for: TargetIdentity, target: TargetIdentity) -> None:
-    """Raise ValueError for a target of another shape or tokenizer.
-
-    Tokenizers are compared only if both are known.
-    """
-    names = ["hidden_size", "vocab_size"]
-    if trained_for.tokenizer_sha256 and target.tokenizer_sha256:
-        names.append("tokenizer_sha256")
-    problems = [
-        f"{name}: {getattr(trained_for, name)} for the drafter, {getattr(target, name)} for this target"
-        for name in names
-        if getattr(trained_for, name) != getattr(target, name)
-    ]
-    if problems:
-        raise ValueError(
-            f"the drafter in {directory} was trained for {trained_for.name} and doesn't fit {target.name}: "
-            f"{'; '.join(problems)}. Use it with its own target, or train one for this target"
-        )
-
-
 # --- the best settings of a drafter on a machine by batch size, measured by `outrider tune`
 
-
-logger = logging.getLogger(__name__)
 
 TUNED_FILE = "tuned.json"
 TUNED_VERSION = 1

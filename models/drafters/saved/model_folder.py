@@ -13,7 +13,7 @@ from ....data.files import read_json
 from ...bounded_build import CANT_BE_BUILT, require_possible_numbers
 from ...llm.hf_target import HFTarget
 from ...llm.identity import tokenizer_digest
-from ...llm.pretrained import load_pretrained
+from ...llm.pretrained import load_pretrained, loading_errors
 from ..draft_model import DraftModel
 from ..registry import DrafterSpec
 from ..small_models import architecture_in, fit_vocabulary, require_common_vocabulary, require_same_tokenizer
@@ -62,13 +62,8 @@ def _read_config(folder: Path) -> PretrainedConfig:
 
 def _tokenizer_digest(folder: Path, target: HFTarget) -> str:
     options = {"trust_remote_code": False, "local_files_only": True, **target.tokenizer_options}
-    try:
+    with loading_errors(f"the tokenizer of the draft model in {folder}", str(folder)):
         return tokenizer_digest(AutoTokenizer.from_pretrained(folder, **options))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"the draft model in {folder} has no tokenizer that can be loaded ({error}), so nothing shows that its tokens are "
-            "the target's; copy the model's tokenizer files into the folder"
-        ) from error
 
 
 def _load(folder: Path, target: HFTarget) -> PreTrainedModel:

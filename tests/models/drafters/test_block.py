@@ -341,9 +341,9 @@ def test_a_search_without_bounds_is_refused() -> None:
         BlockConfig(correction="markov", width=1, candidates=4096, block=16)
     BlockConfig(correction="rnn", width=1, candidates=4096, block=16)
     BlockConfig(correction="rnn", candidates=100_000)  # it ranks no candidates
-    with pytest.raises(ValueError, match="width is 600 and block 4; .*width x depth x width"):
+    with pytest.raises(ValueError, match="width is 600 and block 4: a search of more than"):
         BlockConfig(correction="rnn", width=600)
-    with pytest.raises(ValueError, match="rank is 100000; .*lower it"):
+    with pytest.raises(ValueError, match="rank\n  Input should be less than or equal to 8192"):
         BlockConfig(correction="markov", rank=100_000)
 
 

@@ -166,14 +166,15 @@ def test_import_options_are_checked_as_for_saved_drafters(target, tmp_path, opti
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda config: config.pop("exit_dim"), "it has no exit_dim"),
-        (lambda config: config.update(rnn=False), r"it has rnn False \(only true is read\)"),
-        (lambda config: config.update(model_type="llama"), "it has model_type 'llama'"),
+        (lambda config: config.pop("exit_dim"), "exit_dim: is missing"),
+        (lambda config: config.update(rnn=False), "rnn=false: Input should be True"),
+        (lambda config: config.update(model_type="llama"), "model_type=.llama.: must be one of"),
         (lambda config: config.update(hidden_size=64), "hidden_size is 64, the target's 32"),
         (lambda config: config.update(exit_dim=48), r"missing input_proj.bias; missing input_proj.weight"),
-        (lambda config: config.update(exit_dim=10**12), "it has exit_dim 1000000000000"),
+        (lambda config: config.update(exit_dim=10**12), "exit_dim=1000000000000: must be below"),
         (lambda config: config.update(num_draft_layers=1), r"missing lm_head.1.weight"),
-        (lambda config: config.update(num_draft_layers=-1), "it has num_draft_layers -1"),
+        (lambda config: config.update(num_draft_layers=3_000_000), "a model of more than .* modules and parameters"),
+        (lambda config: config.update(num_draft_layers=-1), "num_draft_layers=-1: must be at least 0"),
     ],
 )
 def test_a_configuration_that_contradicts_weights_or_target_is_an_error(target, tmp_path, change, message):

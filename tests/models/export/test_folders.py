@@ -91,8 +91,6 @@ def test_an_index_that_names_a_file_outside_of_its_folder_is_an_error(tmp_path, 
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
-        ({"a": "one.safetensors", "b": "two.safetensors"}, "the index of .* don't agree on c"),
-        ({"a": "one.safetensors", "d": "one.safetensors"}, "don't agree on d"),
         ({"a": "one.safetensors", "b": "three.safetensors"}, "names three.safetensors, which is missing"),
         ({"a": 1}, "must name a file for each tensor"),
         ([], "must name a file for each tensor"),
@@ -107,7 +105,7 @@ def test_an_index_that_contradicts_its_files_is_an_error(tmp_path, weight_map, m
 def test_a_tensor_in_two_files_is_an_error(tmp_path):
     with_index(tmp_path / "a", {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"})
     safetensors.torch.save_file({name: TENSORS[name] for name in "abc"}, tmp_path / "a" / "two.safetensors")
-    with pytest.raises(ValueError, match="in two files|don't agree on a"):
+    with pytest.raises(ValueError, match="in two files"):
         open_folder(tmp_path / "a")
 
 
@@ -168,11 +166,3 @@ def test_tensors_in_8_bits_are_checked_for_nan(tmp_path):
     safetensors.torch.save_file({"a": wrong}, folder(tmp_path / "a") / "model.safetensors")
     with pytest.raises(ValueError, match="a holds numbers that aren't finite"):
         open_folder(tmp_path / "a").load()
-
-
-@pytest.mark.parametrize("name", ["num_draft_layers", "num_hidden_layers", "medusa_num_heads"])
-def test_more_layers_than_tensors_are_an_error_before_they_are_built(tmp_path, name):
-    safetensors.torch.save_file(TENSORS, folder(tmp_path / "a") / "model.safetensors")
-    (tmp_path / "a" / "config.json").write_text(json.dumps({name: 3_000_000}))
-    with pytest.raises(ValueError, match=f"has {name} 3000000, and there are {len(TENSORS)} tensors in all"):
-        open_folder(tmp_path / "a")

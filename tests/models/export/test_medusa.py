@@ -1,7 +1,6 @@
 """Medusa formats, against the reference's forward pass and published configurations."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +136,10 @@ def test_heads_beside_other_weights_are_read(llama, tmp_path):
     assert_same_logits(import_drafter(tmp_path / "a", llama), heads)
 
 
-def test_all_heads_are_read_if_the_configuration_has_a_wrong_count(llama, tmp_path, caplog):
+def test_all_heads_are_read_if_the_configuration_has_a_wrong_count(llama, tmp_path):
     heads = reference(5, 1)
     release(tmp_path / "a", heads, medusa_num_heads=2, medusa_num_layers=1)
-    with caplog.at_level(logging.WARNING):
-        drafter = import_drafter(tmp_path / "a", llama)
-    assert "has 5 heads, but its config.json has medusa_num_heads 2" in caplog.text
+    drafter = import_drafter(tmp_path / "a", llama)
     assert_same_logits(drafter, heads)
 
 
@@ -158,7 +155,7 @@ def test_the_later_layout_shares_the_targets_head(llama, tmp_path):
     ("config", "message"),
     [
         ({"medusa_num_layers": 2}, "has 1 blocks in a head, but its config.json has medusa_num_layers 2"),
-        ({"medusa_num_heads": "4"}, "it has medusa_num_heads '4'"),
+        ({"medusa_num_heads": "4"}, "medusa_num_heads=.4.: must be a whole number"),
         ({"version": "2"}, "unknown 0.1.weight"),
     ],
 )

@@ -298,10 +298,6 @@ def test_tensors_that_contradict_the_target_or_each_other_are_an_error(llama, tm
         resave(tmp_path / "a", {**tensors, **change})
         with pytest.raises(ValueError, match=message):
             import_drafter(tmp_path / "a", llama)
-    tensors = publish(tmp_path / "b", {**OWN_LAYER, "bias": False})
-    resave(tmp_path / "b", {**tensors, "layers.0.self_attn.rotary_emb.inv_freq": 1 / 10000 ** (torch.arange(0, 8, 2) / 8)})
-    with pytest.raises(ValueError, match="contradicts the base in its config.json"):
-        import_drafter(tmp_path / "b", llama)
     publish(tmp_path / "c", {**OWN_LAYER, "bias": False}, bias=True)
     with pytest.raises(ValueError, match="has bias True in config.json, but fc.bias is missing"):
         import_drafter(tmp_path / "c", llama)
@@ -312,40 +308,31 @@ def test_tensors_that_contradict_the_target_or_each_other_are_an_error(llama, tm
     [
         ({"hidden_size": 64}, "hidden_size is 64, the target's 32"),
         ({"num_hidden_layers": 2}, "num_hidden_layers 2"),
-        ({"norm_before_residual": True}, "norm_before_residual True"),
+        ({"norm_before_residual": True}, "norm_before_residual=true: Input should be False"),
         ({"fc_norm": True}, "missing fc_norm.0.weight; missing fc_norm.1.weight; missing fc_norm.2.weight"),
         ({"norm_before_fc": True}, "missing input_norm.weight"),
         ({"draft_vocab_size": 301}, "draft_vocab_size 301; it must be from 1 to the target's 300"),
         ({"draft_vocab_size": 39}, r"d2t is \(40,\), not \(39,\); lm_head.weight is \(40, 32\)"),
-        (
-            {"intermediate_size": 10**12},
-            "it has intermediate_size 1000000000000",
-        ),
-        ({"num_attention_heads": "4"}, "it has num_attention_heads '4'"),
-        ({"rope_scaling": {"rope_type": "nonsense"}}, "rope_scaling of the type 'nonsense' \\(known: default, linear"),
-        ({"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}}, "rope_scaling of two types"),
-        ({"rope_scaling": {"full_attention": {"rope_type": "linear", "factor": 2.0}}}, "rope_scaling of the type None"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "no rope_scaling.factor"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "foo": 1}}, "an unknown key rope_scaling.foo"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling.factor 0"),
-        ({"rope_theta": 10**30}, "rope_theta 1000"),
-        ({"rope_theta": 10.0, "rope_parameters": {"rope_theta": 20.0}}, "several rope_theta: 20.0 in rope_parameters, 10.0 in"),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "linear", "factor": 4}},
-            "different rope_parameters and rope_scaling",
-        ),
-        ({"num_attention_heads": None}, "no num_attention_heads"),
+        ({"intermediate_size": 10**12}, "intermediate_size=1000000000000: must be below"),
+        ({"num_attention_heads": "4"}, 'num_attention_heads="4": must be a whole number'),
+        ({"rope_scaling": {"rope_type": "nonsense"}}, "rotary embeddings of the kind 'nonsense' .* must equal"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "doesn't describe a valid layer .*factor"),
+        ({"rope_theta": 10**30}, "rope_theta=1000"),
+        ({"num_attention_heads": None}, "num_attention_heads: is missing"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}}, "option feature_layers"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "last hidden state only"),
-        ({"eagle_config": {"stray": 1}}, "has eagle_config"),
-        ({"rms_norm_eps": float("nan")}, "it has rms_norm_eps nan"),
-        ({"hidden_act": "exec"}, "it has hidden_act .exec."),
-        ({"use_aux_norm": True}, "an unknown key use_aux_norm"),
-        ({"fc_norm": "true"}, "has fc_norm 'true'; it must be true or false"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state=false: Input should be True"),
+        ({"eagle_config": {"stray": 1}}, "eagle_config.stray: there is no such key"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=NaN: must be a finite number"),
+        ({"hidden_act": "exec"}, "hidden_act=.exec.: must be one of"),
+        ({"use_aux_norm": True}, "use_aux_norm: there is no such key"),
+        ({"fc_norm": "true"}, "fc_norm=.true.: must be true or false"),
         ({"fc_norm": True, "norm_before_fc": True}, "fc_norm and norm_before_fc are both true"),
-        ({"attention_bias": True}, "describes a drafter that isn't supported: it has attention_bias True"),
-        ({"use_sliding_window": True, "sliding_window": 16}, "sliding_window 16, use_sliding_window True"),
-        ({"eagle_config": {**OPTIMIZER_NESTED, "parallel_draft_step": 4}}, "has parallel_draft_step 4"),
+        ({"attention_bias": True}, "describes a drafter that isn't supported: attention_bias=true: Input should be False"),
+        ({"use_sliding_window": True, "sliding_window": 16}, "use_sliding_window=true: Input should be False"),
+        (
+            {"eagle_config": {**OPTIMIZER_NESTED, "parallel_draft_step": 4}},
+            "parallel_draft_step=4: Input should be 1",
+        ),
     ],
 )
 def test_an_unsupported_configuration_is_an_error_before_weights_are_read(change, message, llama, tmp_path, monkeypatch):

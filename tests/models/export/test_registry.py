@@ -170,7 +170,7 @@ def edit(path: Path, **changes: Any) -> None:
 def test_unknown_keys_are_errors(name, llama, make_drafter, tmp_path):
     path = exported(name, llama, make_drafter, tmp_path)
     edit(path / "config.json", surprise=1)
-    with pytest.raises(ValueError, match="an unknown key surprise"):
+    with pytest.raises(ValueError, match="surprise: there is no such key"):
         import_drafter(path, llama)
 
 
@@ -207,9 +207,9 @@ def test_an_outrider_json_of_another_drafter_or_target_is_an_error(name, llama, 
 @pytest.mark.parametrize(
     ("measured", "message"),
     [
-        ({"accuracies": [[float("nan")] * 5] * 3}, r"has measured.accuracies that isn't \(\d+, \d+\) finite numbers"),
-        ({"accuracies": [[0.5], [0.5, 0.5]]}, r"has measured.accuracies that isn't"),
-        ({"accuracies": [[0.5]]}, r"has measured.accuracies that isn't"),
+        ({"accuracies": [[float("nan")] * 10] * 3}, "accuracies must be shares of all labels"),
+        ({"accuracies": [[0.5], [0.5, 0.5]]}, r"outrider.json doesn't match the weights"),
+        ({"accuracies": [[0.5]]}, r"outrider.json doesn't match the weights"),
         ({"speed": [[1.0]]}, "has unknown measurements, speed"),
     ],
 )
@@ -248,10 +248,9 @@ def test_an_interrupted_export_keeps_the_earlier_one_and_a_killed_one_leaves_not
     ("changes", "message"),
     [
         ({"algorithm": "mtp"}, "speculators_config.algorithm 'mtp'"),
-        ({"proposal_methods": [{"surprise": 1}]}, r"an unknown key speculators_config.proposal_methods\[0\].surprise"),
-        ({"proposal_methods": [3]}, r"speculators_config.proposal_methods\[0\] 3"),
-        ({"proposal_methods": "x"}, "speculators_config.proposal_methods 'x'"),
-        ({"verifier": {"surprise": 1}}, "an unknown key speculators_config.verifier.surprise"),
+        ({"surprise": 1}, "speculators_config.surprise: there is no such key"),
+        ({"proposal_methods": [3]}, r"speculators_config.proposal_methods\[0\]=3: "),
+        ({"proposal_methods": "x"}, "speculators_config.proposal_methods=.x.: must be a list"),
     ],
 )
 def test_the_speculators_config_is_read_strictly(changes, message, llama, make_drafter, tmp_path):

@@ -366,7 +366,7 @@ def test_what_does_not_fit_is_refused(target: HFTarget, runner: type[Any], tmp_p
     with pytest.raises(ValueError, match="two trained drafters, and this proposer takes one"):
         vllm_proposer.Proposer(config(f"{two[0]}+suffix+{two[1]}"))
     proposer = vllm_proposer.Proposer(config(saved(KINDS[0], target, tmp_path / "drafter")))
-    with pytest.raises(ValueError, match="serve its own target"):
+    with pytest.raises(ValueError, match="doesn't fit the served target: vocab_size"):
         proposer.load_model(model_of(target, vocab_size=7))
 
 

@@ -18,8 +18,7 @@ from outrider.cli.init_facts import read_target_facts
 from outrider.data.files import partial_directory, sha256_file
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import load_drafter
-from outrider.models.drafters.saved.folder import read_drafter_config, require_recorded_weights
-from outrider.models.drafters.saved.loading import require_fitting_target
+from outrider.models.drafters.saved.folder import read_drafter_config, require_fitting_target, require_recorded_weights
 from outrider.models.llm import gguf_files
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.gguf_files import find_gguf, folder_of

@@ -90,7 +90,7 @@ def test_options_of_the_form_may_be_repeated_and_options_of_drafting_changed(tar
 @pytest.mark.parametrize("name", ["hidden_size", "vocab_size"])
 def test_a_target_of_another_shape_is_refused_with_the_remedy(target: HFTarget, tmp_path: Path, name: str) -> None:
     save("redrafter", target, tmp_path)
-    with pytest.raises(ValueError, match=rf"{name} \d+ in the drafter, 12345 in the target.*leave drafter.start_from out"):
+    with pytest.raises(ValueError, match=rf"{name}: \d+ for the drafter, 12345 for this target.*from fresh weights"):
         build_drafter(parse_drafter({"start_from": str(tmp_path)}), changed(target, **{name: 12345}))
 
 
