@@ -245,6 +245,7 @@ class Pacer:
             self.mean = TokenRate(BORROWED_WEIGHT * like.mean.tokens, BORROWED_WEIGHT * like.mean.seconds)
         self._read_seconds = 0.0
         """What this step's passes of growing models usually take."""
+        self._floors: tuple[float, list[float]] | None = None
 
     @property
     def rate(self) -> float:
@@ -265,8 +266,12 @@ class Pacer:
 
         The index is the number of nodes that the tree has without it.
         """
-        cost = self.rate / self.mean.share
-        return [cost * slope for slope in lowest_slopes(self.verify.table)]
+        rate = self.rate
+        # The slopes change slowly, and so does the rate: compute them anew now and then.
+        if self._floors is None or self.step % 8 == 0 or abs(rate - self._floors[0]) > 0.03 * rate:
+            cost = rate / self.mean.share
+            self._floors = rate, [cost * slope for slope in lowest_slopes(self.verify.table)]
+        return self._floors[1]
 
     def is_worth(self, group: int, situation: tuple[int, ...]) -> bool:
         """Return whether a group of sources is worth its time in this situation."""
