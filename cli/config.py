@@ -225,7 +225,9 @@ class RunConfig:
         start = run.drafter.start_from
         for key, usual in (("lora_rank", None), ("change_share", 1.0)):
             if (value := getattr(run.train, key)) != usual and start is None:
-                lines.append(f"train.{key} is {value}, which changes a trained drafter; set drafter.start_from, or leave it out")
+                lines.append(
+                    f"train.{key} is {value}, which changes a trained drafter; set drafter.start_from, or leave it out"
+                )
         if run.train.lora_rank is not None and start is not None and is_merged(start):
             lines.append(
                 "drafter.start_from is a low-rank change itself, and train.lora_rank changes a whole drafter; start from its "

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
@@ -89,6 +89,16 @@ def raise_problems(problems: list[str]) -> None:
     """Raise one ValueError with a line for each problem, if there are any."""
     if problems:
         raise ValueError("\n".join(problems))
+
+
+MOST_NAMED = 5
+"""Names or problems of many that a message has."""
+
+
+def first_of(texts: Sequence[str], separator: str = ", ") -> str:
+    """Join the first texts, and the number of the others."""
+    more = [f"and {len(texts) - MOST_NAMED} more"] if len(texts) > MOST_NAMED else []
+    return separator.join([*texts[:MOST_NAMED], *more])
 
 
 def under(section: str, line: str, options: Container[str]) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .config import HUB_PREFIX
+from .fields import first_of
 from .forms import FORMS
 from .hub import use_hub, why_offline
 from .paths import looks_like_path
@@ -29,8 +30,6 @@ MAX_LINE_CHARS = 1 << 26
 
 NOT_JSON, CUT_FILE = "lines that are no JSON: not used", "files that were cut: read up to there"
 EMPTY_FILE = "files without a record"
-MOST_NAMES = 5
-"""Most files that a message names."""
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -87,7 +86,7 @@ def record_files(path: str) -> list[Path]:
         what = "has no file of records" if is_there else "doesn't exist, or no name is like it; give files of records"
         raise ValueError(f"{path} {what} ({', '.join(SUFFIXES)})")
     if others := sorted({file.name for file in files} - {file.name for file in found}):
-        logger.warning("%s: left out, since they are no files of records: %s", path, _first(others))
+        logger.warning("%s: left out, since they are no files of records: %s", path, first_of(others))
     return found
 
 
@@ -128,15 +127,9 @@ def read_records(files: Sequence[Path], broken: Counter[str] | None = None) -> I
     if empty and broken is not None:
         broken[EMPTY_FILE] += len(empty)
     elif empty and len(empty) == len(files):
-        raise ValueError(f"{_first(empty)} holds no record. Check that downloads and exports were finished")
+        raise ValueError(f"{first_of(empty)} holds no record. Check that downloads and exports were finished")
     elif empty:
-        logger.warning("files without a record: %s", _first(empty))
-
-
-def _first(names: Sequence[str]) -> str:
-    """Return the first names, and the number of the others."""
-    more = f" and {len(names) - MOST_NAMES} others" if len(names) > MOST_NAMES else ""
-    return f"{', '.join(names[:MOST_NAMES])}{more}"
+        logger.warning("files without a record: %s", first_of(empty))
 
 
 def _json_records(path: Path, broken: Counter[str] | None) -> Iterator[Any]:

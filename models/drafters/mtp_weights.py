@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from safetensors import safe_open
 
+from ...data.fields import first_of
 from ..llm.config import TargetConfig
 from ..llm.hf_target import HFTarget
 from ..llm.streamed_loading import stored_weights
 from ..llm.weight_files import StoredTensor, first_equal, read_header
-from .saved.folder import first_problems
 
 Tensors = dict[str, torch.Tensor]
 Stored = Mapping[str, StoredTensor]
@@ -218,7 +218,7 @@ def read_head(tensors: Tensors, stored: Stored, target: HFTarget) -> None:
     if problems:
         raise ValueError(
             f"the MTP head in {where} is not a layer of {type(target.model).__name__} and its norms: "
-            f"{first_problems(problems, '; ')}. Choose another drafter, or set drafter.init=random"
+            f"{first_of(problems, '; ')}. Choose another drafter, or set drafter.init=random"
         )
     # 2. Read the values.
     for place in places:

@@ -16,9 +16,9 @@ from pathlib import Path
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.hf_api import RepoFile
 
+from ...data.fields import first_of
 from ...data.files import replacing_directory, sha256_file
 from ..drafters.saved.download import telling_hub_errors
-from ..drafters.saved.folder import first_problems
 from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE
 from .package import ALLOWED, package_files, require_new
 
@@ -69,7 +69,7 @@ def push(
         is_new = branch != MAIN and info.sha == main.sha
         if not is_new and not overwrite and (differing := sorted((set(changed) & remote.keys()) | set(extra))):
             raise ValueError(
-                f"the branch {branch} of {repo} holds other files than {folder}: {first_problems(differing)}. "
+                f"the branch {branch} of {repo} holds other files than {folder}: {first_of(differing)}. "
                 "Push to a new branch (--revision NAME), or replace these files (--overwrite; the history keeps them)"
             )
 

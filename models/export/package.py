@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from ...data.fields import first_of
 from ...data.files import atomic_write_text, finish_replacing, read_dataclass, replacing_directory, write_json
 from ..drafters.saved.build import require_unaltered
 from ..drafters.saved.folder import (
@@ -28,7 +29,6 @@ from ..drafters.saved.folder import (
     TRAINING_FILE,
     WEIGHTS_FILE,
     MergeFile,
-    first_problems,
     read_drafter_config,
     read_training_facts,
     tensor_names,
@@ -161,7 +161,7 @@ def package_files(folder: Path, called: str = "") -> dict[str, Path]:
             files[name] = path
     if problems:
         raise ValueError(
-            f"{called} holds files that must not be shared: {first_problems(problems)}. Move them out, or "
+            f"{called} holds files that must not be shared: {first_of(problems)}. Move them out, or "
             "make a new folder with `outrider package`"
         )
 
@@ -192,7 +192,7 @@ def _require_own(folder: Path, files: Collection[str], called: str) -> None:
     code = {START_FILE, *(f"{name}.py" for name in re.findall(r"^\s*from \.(\w+) import", start, re.MULTILINE))}
     known = {WEIGHTS_FILE, *(f"{FOLDER}/{name}" for name in code)}
     if unknown := [name for name in files if name.endswith((".py", ".safetensors")) and name not in known]:
-        raise ValueError(f"{called} holds files of something else: {first_problems(unknown)}. Move them out")
+        raise ValueError(f"{called} holds files of something else: {first_of(unknown)}. Move them out")
 
 
 def _problem(path: Path, name: str) -> str | None:

@@ -5,7 +5,7 @@ strictly, and a digest shows changed weights.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ import torch
 from pydantic import Field, NonNegativeInt
 
 from ....data.config import LABELS
-from ....data.fields import one_of
+from ....data.fields import first_of, one_of
 from ....data.files import finish_replacing, read_dataclass, read_json, sha256_file, write_json
 from ....data.manifest import TargetIdentity
 from ....data.paths import MODEL_PREFIX
@@ -28,8 +28,6 @@ MERGE_FILE = "merge.json"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
 """Name of a repository on the Hub, maybe with a revision."""
 FiniteNumber = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-MOST_PROBLEMS = 5
-"""Most problems in one message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,13 +207,7 @@ def infinite_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     ]
 
 
-def first_problems(problems: Sequence[str], separator: str = ", ") -> str:
-    """Join the first problems, and the number of the others."""
-    more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
-    return separator.join([*problems[:MOST_PROBLEMS], *more])
-
-
 def raise_problems(path: Path, problems: list[str]) -> None:
     """Raise ValueError with the first problems of a folder or its weights."""
     if problems:
-        raise ValueError(f"{path} doesn't hold the drafter that its {CONFIG_FILE} describes: {first_problems(problems, '; ')}")
+        raise ValueError(f"{path} doesn't hold the drafter that its {CONFIG_FILE} describes: {first_of(problems, '; ')}")
