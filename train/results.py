@@ -10,10 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from ..data.fields import differences, name_digests
-from ..data.files import finish_replacing, partial_directory, read_dataclass, replacing_directory, sha256_file, write_json
+from ..data.files import (
+    atomic_write_bytes,
+    finish_replacing,
+    partial_directory,
+    read_dataclass,
+    replacing_directory,
+    sha256_file,
+    write_json,
+)
 from ..data.manifest import Manifest, TargetIdentity
 from ..models.drafters import save_drafter
 from ..models.drafters.base import TrainableDrafter
@@ -292,7 +300,7 @@ def _keep_share(share: float, folder: Path, base: Path, parameters: Collection[s
     before, after = (load_file(path / WEIGHTS_FILE) for path in (base, folder))
     for name in parameters:
         after[name] = before[name].float().lerp(after[name].float(), share).to(after[name])
-    save_file(after, folder / WEIGHTS_FILE)
+    atomic_write_bytes(folder / WEIGHTS_FILE, save(after))
     record_weights(folder)
 
 

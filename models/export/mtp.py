@@ -102,6 +102,7 @@ def _write_without(source: Path, path: Path, names: frozenset[str]) -> None:
         return
     try:
         save_file(tensors, path, metadata)
+        shutil.copymode(source, path)  # the library writes files that only their owner can read
     except SafetensorError as error:
         # A full disk: the library hides its number in a text.
         number = re.search(r"os error (\d+)", str(error))

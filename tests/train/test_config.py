@@ -41,7 +41,7 @@ def test_a_global_batch_size_and_an_accumulation_contradict_each_other() -> None
 
 def test_the_options_that_may_change_on_resume_exist() -> None:
     known = TrainConfig.__dataclass_fields__.keys()
-    assert len(MAY_CHANGE_ON_RESUME) == len(MAY_CHANGE_ON_RESUME & known) == 7
+    assert len(MAY_CHANGE_ON_RESUME) == len(MAY_CHANGE_ON_RESUME & known) == 8
 
 
 def test_a_loss_is_given_by_name_and_a_wrong_name_lists_all() -> None:

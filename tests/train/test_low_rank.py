@@ -67,6 +67,8 @@ def test_the_change_is_saved_beside_the_whole_drafter_and_is_a_drafter_by_itself
     run = low_rank_run(run_train, base, steps=10)
     after, alone = weights(run.drafter_dir), weights(resolve_drafter(run.drafter_dir / "low_rank"))
     assert all(torch.equal(alone[name], tensor) for name, tensor in after.items())
+    modes = {path.stat().st_mode for path in run.drafter_dir.rglob("*.*") if path.is_file()}
+    assert len(modes) == 1, "who can read the configuration can read the weights"
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(base.drafter_dir).items()), "the base stays"
     for name, tensor in after.items():
         assert not torch.equal(tensor, before[name]), name

@@ -102,7 +102,7 @@ def write_low_rank(folder: Path, base: Path, rank: int, parameters: Collection[s
             )
         else:
             tensors[f"{name}.{WHOLE}"] = change.float()
-    safetensors.torch.save_file(merged(before, tensors), folder / WEIGHTS_FILE)
+    atomic_write_bytes(folder / WEIGHTS_FILE, safetensors.torch.save(merged(before, tensors)))
     record_weights(folder)
     data = safetensors.torch.save(tensors)
     (folder / LOW_RANK_DIR).mkdir(exist_ok=True)
@@ -182,7 +182,7 @@ def whole_drafter(folder: Path, resolve: Callable[[str], Path]) -> Path:
                     tensors = merged(safetensors.torch.load_file(base / WEIGHTS_FILE), safetensors.torch.load_file(weights))
                 except (ValueError, RuntimeError, SafetensorError) as error:
                     raise ValueError(f"{weights} doesn't fit its base, {file.base} ({error}); copy it again") from error
-                safetensors.torch.save_file(tensors, new / WEIGHTS_FILE)
+                atomic_write_bytes(new / WEIGHTS_FILE, safetensors.torch.save(tensors))
                 write_json(new / CONFIG_FILE, asdict(file.changed))
                 record_weights(new)
                 if (folder / TRAINING_FILE).is_file():

@@ -49,6 +49,8 @@ def test_a_trained_head_replaces_the_earlier_one_and_nothing_else(family, shards
         split(source)
     (source / "tokenizer.json").write_text("{}")
     (source / "other.bin").write_bytes(b"weights of another form")
+    for path in source.glob("*.safetensors"):  # the library writes them for their owner only
+        path.chmod((source / "config.json").stat().st_mode)
     target = load(source)
     drafter = trained(tmp_path / "drafter", target)
     export_drafter(tmp_path / "drafter", target, "mtp", output)
@@ -56,6 +58,7 @@ def test_a_trained_head_replaces_the_earlier_one_and_nothing_else(family, shards
     assert json.loads((output / "config.json").read_text()) == json.loads((source / "config.json").read_text())
     assert (output / "tokenizer.json").read_text() == "{}"
     assert not (output / "other.bin").exists()
+    assert len({path.stat().st_mode for path in output.iterdir()}) == 1, "who can read the target can read the copy"
     weight_map = json.loads((output / "model.safetensors.index.json").read_text())["weight_map"]
     stored = [(name, path.name) for path in output.glob("*.safetensors") for name in safe_open(path, "pt").keys()]  # noqa: SIM118
     assert sorted(stored) == sorted(weight_map.items())
