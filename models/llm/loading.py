@@ -21,9 +21,9 @@ from .hf_target import HFTarget
 from .identity import WEIGHT_PATTERNS, config_digest, tokenizer_digest, weights_digest
 from .own_tokenizer import require_own_tokenizer
 from .pretrained import auto_class, load_pretrained, loading_errors, read_config
-from .stages.loading import Head, head_or_stage, stage_ranges
+from .stages.loading import Head, head_or_stage, skeleton_of, stage_ranges
 from .stages.staged_target import StagedTarget
-from .streamed_loading import place_weights, skeleton_of
+from .streamed_loading import build_without_weights, place_weights, stored_weights
 from .tensor_parallel import make_sharding, require_whole_ends
 from .weight_files import shards_without_index
 from .weight_stream import WeightStream
@@ -238,7 +238,8 @@ def _build_empty(config: TargetConfig) -> PreTrainedModel:
 
 def _load_within_budget(config: TargetConfig, device: torch.device) -> tuple[PreTrainedModel, WeightStream | None]:
     """Load as much of the model as the memory budget allows, and start a stream of the rest."""
-    skeleton = skeleton_of(config)
+    stored = stored_weights(config)
+    skeleton = build_without_weights(config, stored)
     return skeleton.model, place_weights(skeleton, config, device)
 
 

@@ -28,8 +28,8 @@ from .memory_plan import GIB, Unit, WeightPlace, plan_memory
 from .pretrained import attention_of, auto_class, loading_errors, read_config, record_tie, require_complete
 from .recurrent_states import find_mixers
 from .tree_attention import keeps_keys
-from .weight_files import INDEX_FILE, PAGE, SINGLE_FILE, WINDOW_BYTES, StoredTensor, first_equal, read_folder
-from .weight_reader import Loading, WeightFiles, WeightReader, Weights, staging_bytes
+from .weight_files import INDEX_FILE, PAGE, SINGLE_FILE, WINDOW_BYTES, StoredTensor, first_equal, read_folder, read_header
+from .weight_reader import Loading, WeightFiles, WeightReader, Weights, changed, staging_bytes
 from .weight_stream import StreamedUnit, WeightStream
 
 logger = logging.getLogger(__name__)
@@ -101,12 +101,11 @@ class Skeleton:
         return [(names[id(unit)], unit) for unit in units]
 
 
-def skeleton_of(config: TargetConfig) -> Skeleton:
-    """Build the target's model with a stand-in for each stored tensor.
+def build_without_weights(config: TargetConfig, stored: Mapping[str, StoredTensor]) -> Skeleton:
+    """Build the model with a stand-in for each stored tensor.
 
-    Raises ValueError for stored weights that are quantised or incomplete, or that can't be read in parts.
+    Raises ValueError for stored weights that are quantised or incomplete.
     """
-    stored = stored_weights(config)
     called, described = f"the target {config.name_or_path!r}", read_config(config)
     with loading_errors(called, config.name_or_path):
         skeleton = _build(config, described, stored)
@@ -185,6 +184,7 @@ def place_weights(skeleton: Skeleton, config: TargetConfig, device: torch.device
     # 2. Load what stays.
     in_files = skeleton.in_files(sources.values())
     reader = WeightReader(WeightFiles({source.path for source in in_files}), device, window_bytes)
+    require_same_headers(in_files)  # of the files that are open now
     loader = _Loader(reader, sources, device, window_bytes)
     loader.place_buffers(skeleton)
     loader.place("embeddings and norms", ends)
@@ -221,6 +221,7 @@ def load_parts(skeleton: Skeleton, parts: Mapping[str, nn.Module], device: torch
     in_files = skeleton.in_files(sources.values())
     # 2. Load it.
     reader = WeightReader(WeightFiles({source.path for source in in_files}), device, WINDOW_BYTES)
+    require_same_headers(in_files)
     loader = _Loader(reader, sources, device, WINDOW_BYTES)
     loader.place_buffers(skeleton)
     for name, part in parts.items():
@@ -230,6 +231,16 @@ def load_parts(skeleton: Skeleton, parts: Mapping[str, nn.Module], device: torch
     for parameter in parameters.values():
         if id(parameter) not in loaded:
             parameter.data = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+
+
+def require_same_headers(stored: Iterable[StoredTensor]) -> None:
+    """Raise ValueError if a file's header changed since it was read, for example while it downloads."""
+    headers: dict[Path, dict[str, StoredTensor]] = {}
+    for tensor in stored:
+        if tensor.path not in headers:
+            headers[tensor.path] = read_header(tensor.path)
+        if headers[tensor.path].get(tensor.name) != tensor:
+            raise changed(tensor.path, f"{tensor.name} is no longer where it was")
 
 
 @dataclass(frozen=True, slots=True)

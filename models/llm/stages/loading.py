@@ -35,7 +35,7 @@ from ...machine import turn_off_cudnn_attention
 from ..config import TargetConfig
 from ..identity import WEIGHT_PATTERNS, config_digest, weights_digest
 from ..pretrained import read_config
-from ..streamed_loading import skeleton_of
+from ..streamed_loading import Skeleton, build_without_weights, stored_weights
 from .exchange import Exchange
 from .links import ProcessLink, StageLink, report_loss_on_sigterm
 from .messages import HEAD, StageLost
@@ -247,6 +247,11 @@ def differences(own: Mapping[str, str], head: Mapping[str, str]) -> str:
 def digest(config: TargetConfig) -> str:
     """Return the digest of the target's weights."""
     return weights_digest(config.name_or_path, getattr(read_config(config), "_commit_hash", None))
+
+
+def skeleton_of(config: TargetConfig) -> Skeleton:
+    """Build the model without weights. Raises ValueError if its files can't be read in parts."""
+    return build_without_weights(config, stored_weights(config))
 
 
 def _layers(part: range) -> str:

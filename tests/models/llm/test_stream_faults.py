@@ -289,6 +289,22 @@ def test_a_file_that_is_written_during_a_pass_ends_this_pass(folder):
 # --- processes
 
 
+def test_a_file_that_is_replaced_while_the_target_loads_is_an_error(folder, monkeypatch):
+    """The headers are read before the files are opened."""
+    opened = streamed_loading.WeightFiles
+
+    def replaced_first(paths: Any) -> Any:
+        for path in paths:
+            tensors = {name: torch.cat([tensor, tensor]) for name, tensor in load_file(path).items()}
+            save_file(tensors, folder / "other.safetensors")
+            (folder / "other.safetensors").replace(path)
+        return opened(paths)
+
+    monkeypatch.setattr(streamed_loading, "WeightFiles", replaced_first)
+    with pytest.raises(ValueError, match="changed while they were being read: .*is no longer where it was"):
+        load_streamed(folder)
+
+
 def in_child(run: Callable[[], object]) -> int:
     """Run in a fork of this process; return 0 if it raised RuntimeError, and its signal if it hung."""
     process = os.fork()
