@@ -226,7 +226,8 @@ class RunConfig:
         for key, usual in (("lora_rank", None), ("change_share", 1.0)):
             if (value := getattr(run.train, key)) != usual and start is None:
                 lines.append(
-                    f"train.{key} is {value}, which changes a trained drafter; set drafter.start_from, or leave it out"
+                    f"train.{key} is {value}, which changes a trained drafter; set drafter.start_from, or train.{key}="
+                    f"{'null' if usual is None else usual}"
                 )
         if run.train.lora_rank is not None and start is not None and is_merged(start):
             lines.append(

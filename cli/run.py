@@ -25,6 +25,7 @@ from yaml import YAMLError
 from ..data.chat import use_chat_template
 from ..data.files import atomic_write_text, locked, sha256_file
 from ..data.manifest import MANIFEST_FILE, Manifest
+from ..data.paths import looks_like_path
 from ..data.shards import label_store
 from ..data.sources import PromptOverlap, require_data
 from ..data.suites import PromptSet
@@ -314,6 +315,9 @@ def require_inputs(config: RunConfig, *, plan: bool = False) -> None:
         return  # a plan doesn't need the files of earlier stages
     for drafter in config.drafter_runs() if "train" in config.stages else ():
         require_tracker(drafter.train)
+        path = getattr(drafter.drafter.config, "path", None)  # the model that a draft model starts from
+        if path is not None and looks_like_path(path) and not Path(path).is_dir():
+            raise ValueError(f"drafter.path is {path!r}, and there is no such folder; give a model's, or its id on the Hub")
     if "train" in config.stages and "distill" not in config.stages:
         manifest = label_store(Path(config.output_dir) / "distill").load()
         for drafter in config.drafter_runs():

@@ -52,6 +52,7 @@ RULES = {
     "too_short": "must not be empty",
     "string_too_short": "must not be empty",
     "enum": "must be one of {expected}",
+    "literal_error": "must be {expected}",
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
     "float_type": "must be a number",

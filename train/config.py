@@ -88,7 +88,8 @@ class TrainConfig:
     change_share: Share = 1.0
     """Share of the change from the drafter in `drafter.start_from` that is saved. 0.7 saves the weights at
     seven tenths of the way (WiSE-FT, arXiv 2109.01903): they gain a little less on the new texts, and lose
-    less on others. If it is changed, a finished training writes its drafter again, without training."""
+    less on others. Measurements in training are of the whole change. With another share, a finished training
+    writes its drafter again from its last checkpoint, without training."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of AdamW for matrices. Vectors (biases and norms) have none."""
     max_grad_norm: PositiveFloat | None = 1.0

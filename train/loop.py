@@ -215,7 +215,7 @@ def _take_over_division(training: Training, before: Division, step: int) -> None
         return
     if training.accelerator.is_main_process:
         logger.warning(
-            "after step %d the run resumes with %s, which is %d texts a step, where it was %s, %d texts. The order of texts "
+            "after step %d the run resumes with %s: %d texts a step. Before, it was %s: %d texts. The order of texts "
             "and the learning rates stay. Random numbers (dropout, the positions that train.max_positions draws) and the order "
             "of sums differ from here on, so the run isn't equal bit for bit",
             *(step, now, now.texts_per_step, before, before.texts_per_step),

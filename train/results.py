@@ -208,6 +208,11 @@ def is_trained(config: TrainConfig, run: Mapping[str, Any], output_dir: Path, dr
                 f"{output_dir / CHECKPOINTS_DIR} holds no checkpoint to resume from. {remedy}"
             )
         return False
+    if summary.end != end_of(config) and checkpoint is None:
+        raise ValueError(
+            f"train.patience or train.change_share is another than in {summary_path}, and {output_dir / CHECKPOINTS_DIR} holds "
+            f"no checkpoint to write the drafter from. {remedy}"
+        )
     if config.lora_rank is not None and not (drafter_dir / LOW_RANK_DIR / CONFIG_FILE).is_file():
         return False  # the last checkpoint gives it again
     # If these options changed, the last checkpoint and the best drafter give the new results.
@@ -277,6 +282,9 @@ def save_results(
             logger.info("the best drafter is that of step %d: %.2f tokens per step", kept.step, kept.tokens_per_step)
         if config.change_share < 1:
             assert base is not None, "the configuration has checked it"
+            logger.info(
+                "train.change_share=%g of the change is saved; what was measured is of the whole change", config.change_share
+            )
             _keep_share(config.change_share, folder, base, dict(drafter.named_parameters()))
         if config.lora_rank is not None:
             assert base is not None, "the configuration has checked it"

@@ -33,6 +33,8 @@ BIASES = ("attention_bias", "mlp_bias")
 ROPE_OF_POSITIONS = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embeddings that depend only on their own parameters. Other kinds also depend on
 the length of the context."""
+ROPE_KINDS = ("rope_type", "type")
+"""Keys of the kind of rotary embeddings: the current one of transformers, and that of older versions."""
 GENERAL_KEYS = frozenset(
     {
         "_attn_implementation",
@@ -57,7 +59,9 @@ GENERAL_KEYS = frozenset(
 )
 """Keys of a configuration that don't affect weights or computation, unless a format's dataclass has
 them."""
-Positive = Annotated[float, Field(gt=0, le=1e12)]
+MOST = 1e12
+"""Largest plausible base, factor or length."""
+Positive = Annotated[float, Field(gt=0, le=MOST)]
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -90,7 +94,26 @@ class LayerKeys:
             problems.append(f"sliding_window {self.sliding_window!r}")
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             problems.append(f"layer_types {self.layer_types!r} of {self.num_hidden_layers} layers")
+        ropes = [rope for rope in (self.rope_parameters, self.rope_scaling) if rope is not None]
+        values = [item for rope in ropes for item in rope.items()]
+        problems += [f"rotary embeddings with {name} {value!r}" for name, value in values if not _is_possible(name, value)]
+        bases = {base for base in (self.rope_theta, *(rope.get("rope_theta") for rope in ropes)) if base is not None}
+        if len(bases) > 1 or (len(ropes) > 1 and _plain(ropes[0]) != _plain(ropes[1])):
+            problems.append("rotary embeddings that are given twice, and differ")
         raise_problems(problems)
+
+
+def _is_possible(name: str, value: Any) -> bool:
+    """Check a parameter of rotary embeddings: transformers ignores most that are wrong."""
+    if name in ROPE_KINDS or value is None or isinstance(value, bool):
+        return name not in ROPE_KINDS or isinstance(value, str)
+    return all(isinstance(one, int | float) and 0 < one <= MOST for one in (value if isinstance(value, list) else [value]))
+
+
+def _plain(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters so that the two ways to write them can be compared."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return {"rope_type": kind, **{name: value for name, value in rope.items() if name not in (*ROPE_KINDS, "rope_theta")}}
 
 
 Keys = TypeVar("Keys")

@@ -114,6 +114,9 @@ def test_a_share_of_the_change_is_saved_and_another_one_needs_no_training(
         for name, tensor in weights(run.drafter_dir).items():
             torch.testing.assert_close(tensor, before[name] + share * (after[name] - before[name]))
     assert all(torch.equal(tensor, after[name]) for name, tensor in weights(run.drafter_dir).items())
+    shutil.rmtree(run.train_dir / "checkpoints")
+    with pytest.raises(ValueError, match=r"train\.change_share is another than in .*holds no checkpoint to write the drafter"):
+        run_train("whole", replace_drafter=start, steps=10, change_share=0.5)
     low, half = low_rank_run(run_train, base, steps=10), low_rank_run(run_train, base, "half", steps=10, change_share=0.5)
     alone = weights(resolve_drafter(half.drafter_dir / "low_rank"))
     for name, tensor in weights(low.drafter_dir).items():

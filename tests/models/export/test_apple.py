@@ -167,7 +167,7 @@ def test_import_options_are_checked_as_for_saved_drafters(target, tmp_path, opti
     ("change", "message"),
     [
         (lambda config: config.pop("exit_dim"), "exit_dim: is missing"),
-        (lambda config: config.update(rnn=False), "rnn=false: Input should be True"),
+        (lambda config: config.update(rnn=False), "rnn=false: must be True"),
         (lambda config: config.update(model_type="llama"), "model_type=.llama.: must be one of"),
         (lambda config: config.update(hidden_size=64), "hidden_size is 64, the target's 32"),
         (lambda config: config.update(exit_dim=48), r"missing input_proj.bias; missing input_proj.weight"),
