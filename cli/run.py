@@ -316,8 +316,8 @@ def require_inputs(config: RunConfig, *, plan: bool = False) -> None:
     for drafter in config.drafter_runs() if "train" in config.stages else ():
         require_tracker(drafter.train)
         path = getattr(drafter.drafter.config, "path", None)  # the model that a draft model starts from
-        if path is not None and looks_like_path(path) and not Path(path).is_dir():
-            raise ValueError(f"drafter.path is {path!r}, and there is no such folder; give a model's, or its id on the Hub")
+        if path is not None and looks_like_path(path) and not Path(path).exists():
+            raise ValueError(f"drafter.path is {path!r}, and there is no such file or folder; give a model's, or its Hub id")
     if "train" in config.stages and "distill" not in config.stages:
         manifest = label_store(Path(config.output_dir) / "distill").load()
         for drafter in config.drafter_runs():
