@@ -145,8 +145,8 @@ def test_another_division_of_the_same_texts_resumes_to_the_same_drafter(run_trai
     assert_close(run, unbroken)
     assert records(run)[-1]["tokens_seen"] == records(unbroken)[-1]["tokens_seen"]
     (message,) = [record.message for record in caplog.records if "the run resumes with" in record.message]
-    assert "with 1 process x gradient_accumulation 2 x batch_size 2, which is 4 texts a step" in message
-    assert "where it was 1 process x gradient_accumulation 1 x batch_size 4, 4 texts" in message
+    assert "with 1 process x gradient_accumulation 2 x batch_size 2: 4 texts a step" in message
+    assert "Before, it was 1 process x gradient_accumulation 1 x batch_size 4: 4 texts" in message
     with pytest.raises(ValueError, match=r"train\.batch_size \(was 2, is 8\)"):
         run_train("broken", drafter={"kind": "spy"}, batch_size=8)
 
@@ -165,6 +165,6 @@ def test_another_number_of_texts_per_step_resumes_at_the_same_text(run_train, sp
     run = run_train(drafter={"kind": "spy"}, batch_size=4)
     assert read == [24, 28, 32]
     (message,) = [record.message for record in caplog.records if "the run resumes with" in record.message]
-    assert "which is 4 texts a step" in message
-    assert "where it was 2 processes x gradient_accumulation 1 x batch_size 4, 8 texts" in message
+    assert ": 4 texts a step" in message
+    assert "Before, it was 2 processes x gradient_accumulation 1 x batch_size 4: 8 texts" in message
     assert summary(run)["steps"] == 6
