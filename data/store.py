@@ -1,9 +1,9 @@
 """A folder of shards: data files, each complete once it has a sidecar, and a manifest.
 
 The manifest is written last. The sidecar `STEM-00003.json` is written after the shard
-`STEM-00003.SUFFIX`; a shard without a sidecar doesn't count. `shard-00003.stats.json` holds times
-and counts of the labelling; it is separate because these differ from run to run. `data.json` holds facts
-about the data, by option: with them, an error names the option that changed, and no digest.
+`STEM-00003.SUFFIX`; a shard without a sidecar doesn't count. `STEM-00003.stats.json` holds times
+and counts of the shard's production; it is separate because these differ from run to run. `data.json`
+holds facts about the data, by option: with them, an error names the option that changed, and no digest.
 """
 
 import hashlib

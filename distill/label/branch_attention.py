@@ -334,10 +334,18 @@ def branch_attention(model: PreTrainedModel) -> Iterator[None]:
 def require_plain_scores(model: PreTrainedModel) -> None:
     """Raise ValueError if the configuration shows that branches would be labelled wrongly.
 
-    Each layer must attend to the text or to a window of it.
+    Each layer must attend to the text or to a window of it, with plain scores, and positions must come
+    from position ids alone.
     """
+    config = model.config.get_text_config()
     name = type(model).__name__
     if strange := attention_kinds(model).keys() - {FULL, SLIDING}:
         raise ValueError(f"{name} has layers of type {', '.join(sorted(strange))}, which branches can't read{REMEDY}")
     if find_mixers(model):
         raise ValueError(f"{name} has recurrent layers, which can't continue a text from many positions at once{REMEDY}")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise ValueError(f"{name} caps its attention scores, which branch attention doesn't support{REMEDY}")
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        raise ValueError(
+            f"{name} encodes positions by a bias on the attention scores (ALiBi), which ignores position ids{REMEDY}"
+        )

@@ -271,16 +271,19 @@ def _probe(target: HFTarget, num_tokens: int) -> None:
     with branch_attention(target.model):
         _branch_hidden_states(target.model, branches, tokens, 1)
         branch_states = _branch_hidden_states(target.model, branches, tokens, 2)
-    # 2. Compare their hidden states with plain passes of the same tokens.
+    # 2. Compare their hidden states and choices with plain passes of the same tokens.
     tolerance = PROBE_TOLERANCE if target.is_precise else NARROW_PROBE_TOLERANCE
     for index, position in enumerate(positions.tolist()):
         plain_text = torch.cat([text[: position + 1], tokens[index].expand(2)])[None]
         plain_states = target.hidden_states(plain_text)[0][0, -1].float()
+        logits = target.model(plain_text, use_cache=False).logits[0, -1].float()
         error = ((branch_states[index].float() - plain_states).norm() / plain_states.norm()).item()
-        if not error < tolerance:
+        regret = ((logits.max() - logits[_greedy(target.model, branch_states[index : index + 1])]) / logits.std()).item()
+        if not max(error, regret) < tolerance:
             raise ValueError(
                 f"{type(target.model).__name__} decodes branches differently from plain texts (relative error {error:.2g} of "
-                f"its hidden states): its attention does more than outrider supports, so its labels would be wrong{REMEDY}"
+                f"its hidden states, {regret:.2g} of its best logit): its attention or head does more than outrider supports, "
+                f"so its labels would be wrong{REMEDY}"
             )
 
 

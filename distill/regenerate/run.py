@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ...data.config import DataConfig
 from ...data.conversations import Conversation
 from ...data.files import write_json
 from ...data.sources import PromptOverlap, describe_drops, load_conversations
-from ...data.store import ShardStore, describe_data
+from ...data.store import STATS_SUFFIX, ShardStore, describe_data
 from ...data.types import Example
 from ...models.drafters.saved.loading import LoadedDrafter, load_drafter, trained_parts
 from ...models.llm.hf_target import HFTarget
@@ -53,6 +54,14 @@ STATS_FILE = "stats.json"
 LARGE_CUT_SHARE = 0.2
 """Warn if a greater share of the answers is cut: a drafter then hardly learns how the target
 ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnsweringStats:
+    """Engine and time of answering one shard."""
+
+    engine: str
+    seconds: float
 
 
 def regenerate(
@@ -130,10 +139,15 @@ def answer_all(
         with ExitStack() as stack:
             engine = open(drafter, stack)
             for index, conversations in shards.items():
+                # 1. Answer the conversations.
                 started = time.perf_counter()
                 examples, counts = answer_conversations(list(map(begin, conversations)), engine, progress)
-                progress.set_postfix_str(f"{counts.num_tokens / (time.perf_counter() - started):.0f} tok/s")
+                seconds = time.perf_counter() - started
+                progress.set_postfix_str(f"{counts.num_tokens / seconds:.0f} tok/s")
+                # 2. Write its statistics, then the shard, whose sidecar marks it as complete.
                 if worker.speaks:
+                    stats = AnsweringStats(engine=str(config.engine), seconds=seconds)
+                    write_json(store.path(index, STATS_SUFFIX), asdict(stats))
                     write_answers(output_dir, index, [item.id for item in conversations], examples, counts)
 
     manifest = run_shards(
@@ -309,9 +323,14 @@ def _write_statistics(
     unread: Counter[str],
 ) -> None:
     """Write the statistics of all shards, and warn if many answers are cut."""
-    # 1. Sum over the shards, and write the sums.
+    # 1. Sum over the shards. Shards without statistics have answers, but no seconds.
     num, dropped = total_counts(shards)
+    stats = answer_store(output_dir).read_stats(AnsweringStats, len(shards))
+    seconds = {index: shard_stats.seconds for index, shard_stats in stats.items()}
+    num_timed_tokens = sum(entry.counts.num_tokens for entry in shards if entry.index in seconds)
     cut_share = num["num_cut"] / max(1, num["num_answers"])
+    tokens_per_second = num_timed_tokens / max(1e-9, sum(seconds.values()))
+    # 2. Write them.
     statistics = {
         "num_conversations": sum(len(entry.conversation_ids) for entry in shards),
         "num_examples": sum(entry.num_examples for entry in shards),
@@ -319,15 +338,19 @@ def _write_statistics(
         "cut_share": cut_share,
         "dropped_conversations": dict(unread.most_common()),
         "dropped_turns": dict(dropped.most_common()),
+        "process_seconds": sum(seconds.values()),
+        "tokens_per_process_second": tokens_per_second,
         "peak_memory_bytes": peak_memory(target.device),
     }
     write_json(output_dir / STATS_FILE, statistics)
-    # 2. Report them, with warnings.
+    # 3. Report them, with warnings.
     logger.info(
-        "regenerated %d answers of %d conversations, %d tokens; %.1f %% are cut by the length limit | dropped turns: %s",
+        "regenerated %d answers of %d conversations, %d tokens, %.0f per second and process; %.1f %% are cut by the length "
+        "limit | dropped turns: %s",
         num["num_answers"],
         statistics["num_conversations"],
         num["num_tokens"],
+        tokens_per_second,
         100 * cut_share,
         describe_drops(dropped),
     )

@@ -30,6 +30,7 @@ TOKEN_KINDS = {"mlp", "moe"}
 KINDS_WITHOUT_MASK = (*TOKEN_KINDS, "linear_attention", "conv", "mamba")
 """Kinds of layers that look a mask up by their name, where there are several, and need none."""
 BIASED_MODELS = ("bloom", "mpt")
+MODELS_WITH_OWN_CACHE = ("minimax",)
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
 Mask = Float[torch.Tensor, "batch 1 query key"]
@@ -84,6 +85,8 @@ def require_tree_attention(model: PreTrainedModel) -> None:
             f"{name} chooses the cache columns that it reads by their number, so trees and batches would go wrong. "
             "Choose another target"
         )
+    if config.model_type in MODELS_WITH_OWN_CACHE:
+        raise ValueError(f"{name} reads no cache but its own kind, which can't hold a draft tree. Choose another target")
     # 3. Models whose positions depend on other tokens of the pass, or don't come from position ids.
     if (kind := _length_dependent_rope(config)) is not None:
         raise ValueError(

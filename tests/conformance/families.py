@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rwkv": ({"attention_hidden_size": 32}, "reads a draft tree differently"),
     "minimax": (
         {"layer_types": LINEAR["layer_types"], "num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 4},
-        "own code in transformers failed",
+        "reads no cache but its own kind",
     ),
     "qwen4_exp_text": (
         {

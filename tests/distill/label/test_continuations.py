@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +11,16 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertLMHeadModel,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MptConfig,
+    MptForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -290,6 +295,18 @@ def test_a_target_that_ignores_keyword_arguments_is_an_error(make_target: MakeTa
 def test_special_tokens_that_were_hardly_trained_are_no_wrong_structure(noise: float) -> None:
     """Rounding changes their states by far more than those of ordinary tokens."""
     require_branch_attention(test_probe.make_target(torch.bfloat16, noise, special_noise=0.5), 32)
+
+
+@pytest.mark.parametrize("kind", ["alibi", "softcap"])
+def test_scores_that_branches_lack_are_an_error_in_a_narrow_type_too(kind: str, make_target: MakeTarget) -> None:
+    """There the probe's tolerance is wide, and their effect on a few tokens small."""
+    torch.manual_seed(0)
+    if kind == "alibi":
+        model: Any = MptForCausalLM(MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=300, max_seq_len=256))
+    else:
+        model = Gemma2ForCausalLM(Gemma2Config(**{**SIZES, "num_hidden_layers": 2}, head_dim=8, attn_logit_softcapping=50.0))
+    with pytest.raises(ValueError, match="ALiBi" if kind == "alibi" else "caps its attention scores"):
+        require_branch_attention(make_target(model.bfloat16()), 20)
 
 
 def test_a_model_that_does_more_than_its_head_is_refused_along_the_text_too(make_target: MakeTarget) -> None:

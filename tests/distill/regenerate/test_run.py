@@ -127,6 +127,7 @@ def test_statistics_account_for_every_turn(target: HFTarget, data: DataConfig, t
     assert statistics["num_tokens"] == sum(int(example.loss_mask.sum()) for example in examples)
     assert statistics["cut_share"] == pytest.approx(statistics["num_cut"] / statistics["num_answers"])
     assert 0 < statistics["num_cut"] < statistics["num_answers"]
+    assert statistics["tokens_per_process_second"] > 0
     assert f"regenerated {statistics['num_answers']} answers of 8 conversations" in caplog.text
     assert "old answer" not in target.tokenizer.decode(torch.cat([example.input_ids for example in examples]))
 
@@ -212,6 +213,8 @@ def test_only_a_deleted_shard_of_answers_is_recomputed(target, data, tmp_path, m
     with pytest.raises(ValueError, match=r"answers-00001\.jsonl is missing. Delete .*answers-00001\.json"):
         run(CONFIG, data, target, folder)
     (folder / "answers-00001.json").unlink()
+    (folder / "answers-00000.stats.json").unlink()
+    (folder / "answers-00002.stats.json").write_text("{")
     written = []
     write = module.write_answers
     monkeypatch.setattr(module, "write_answers", lambda *args: written.append(args[1]) or write(*args))
