@@ -3,8 +3,8 @@
     python scripts/bench/served.py TARGET --drafter DIR=3 --drafter DIR+suffix=4 --drafter ngram=4 \\
         --suite mt_bench=question.jsonl --output FILE
 
-A drafter is a name that outrider's proposer loads, or `ngram`, vLLM's own lookup, with the number of tokens that it
-drafts. Each has an engine (`vllm_engine.py`, in the environment of `make engines`), and the others wait while one
+A drafter is a name that outrider's proposer loads, METHOD:FOLDER for an export that vLLM reads by itself (a method of
+its own, such as eagle3 or draft_model), or `ngram`, vLLM's own lookup, with the number of tokens that it drafts. Each has an engine (`vllm_engine.py`, in the environment of `make engines`), and the others wait while one
 answers. Seconds are those of a whole call with so many prompts at a time, their prefill included; answers don't end at a
 stop token. vLLM also counts drafts behind the last token of an answer, so `tokens_per_step` is up to a hundredth too large.
 """
@@ -96,6 +96,10 @@ def drafting(name: str, length: int) -> dict[str, Any]:
     """Return vLLM's options for a drafter."""
     if name == NGRAM:
         return {"speculative_config": {"method": NGRAM, "prompt_lookup_max": 4, "num_speculative_tokens": length}}
+    method, _, folder = name.partition(":")
+    if folder:
+        own = {"method": method, "model": str(Path(folder).absolute()), "num_speculative_tokens": length}
+        return {"speculative_config": own}
     path = str(Path(name).absolute()) if Path(name.partition("+")[0]).exists() else name
     proposer = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": length}
     return {"speculative_config": proposer, "additional_config": {"outrider_drafter": path}}
