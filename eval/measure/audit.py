@@ -26,7 +26,7 @@ logits of another token have 1."""
 MAX_LOUD = 8
 """Most positions of an answer whose noise is above MAX_NOISE and is measured again."""
 LENGTHS = (0, 1, 16)
-"""Tokens behind a position when it is read again: kernels round differently in passes of different length."""
+"""Tokens of the answer behind a position when it is read again: kernels round differently in passes of different length."""
 TINY = 1e-30
 """Noise in place of none, in a ratio."""
 ROUNDING = 8
@@ -66,8 +66,8 @@ def audits(
         text = torch.cat([prompt, rows[row][:, :-1]], dim=1)
         at_once = target.plain_logits(text, len(answer))[0]
         stepwise = torch.stack([logits[row] for logits in plain[: len(answer)]])
-        agrees = partial(_agrees, target, text, stepwise)
-        found.append(_compare(stepwise, at_once, agrees, answer, target.stop_ids, max_new_tokens, temperature, seed))
+        confirms = partial(confirmed, target, text, stepwise)
+        found.append(_compare(stepwise, at_once, confirms, answer, target.stop_ids, max_new_tokens, temperature, seed))
     return found
 
 
@@ -81,7 +81,7 @@ def _noise(one: Float[torch.Tensor, "*rows vocab"], other: Float[torch.Tensor, "
     return ((one - other).square().mean(-1) / 2).sqrt()
 
 
-def _agrees(
+def confirmed(
     target: HFTarget,
     text: Int[torch.Tensor, "1 seq"],
     stepwise: Float[torch.Tensor, "token vocab"],
@@ -93,8 +93,8 @@ def _agrees(
     Passes of the bare model differ from each other too: rarely, and at single positions, by as much as MAX_NOISE.
     """
     end = text.shape[1] - len(stepwise) + position + 1
-    for extra in LENGTHS:
-        logits = target.plain_logits(torch.cat([text[:, :end], text[:, :extra]], dim=1), extra + 1)[0, 0]
+    for part in (text[:, : end + more] for more in LENGTHS):
+        logits = target.plain_logits(part, part.shape[1] - end + 1)[0, 0]
         if float(_noise(stepwise[position], logits.to(stepwise.dtype))) <= limit:
             return True
     return False
@@ -103,7 +103,7 @@ def _agrees(
 def _compare(
     stepwise: Float[torch.Tensor, "token vocab"],
     at_once: Float[torch.Tensor, "token vocab"],
-    agrees: Callable[[int, float], bool],
+    confirms: Callable[[int, float], bool],
     token_ids: list[int],
     stop_ids: Collection[int],
     max_new_tokens: int,
@@ -135,7 +135,7 @@ def _compare(
             largest, noise, deficit, worst = share, own_noise, distance, position
 
     # 3. The verdict: noise must explain each deficit, and the answer must end at its first stop token or at the limit.
-    explained &= len(loud) <= MAX_LOUD and all(agrees(position, limit) for position in loud)
+    explained &= len(loud) <= MAX_LOUD and all(confirms(position, limit) for position in loud)
     stops = [position for position, token in enumerate(token_ids) if token in stop_ids]
     num_tokens = len(token_ids)
     ends_rightly = stops == [num_tokens - 1] or (not stops and num_tokens == max_new_tokens)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outrider.eval.measure import audit as auditing
-from outrider.eval.measure.audit import audit, audits
+from outrider.eval.measure.audit import audit, audits, confirmed
 from outrider.eval.results.lossless import find_mismatches, is_exact
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.decoding.sampling import wind_clocks
@@ -104,6 +104,14 @@ def test_loud_noise_is_explained_by_another_pass(
 
     monkeypatch.setattr(HFTarget, "plain_logits", wrong)
     assert audit(tiny_target, PROMPT, tokens, max_new_tokens=64).within_noise == (len(lengths) == 1)
+
+
+def test_a_place_is_read_again_at_the_same_position(tiny_target: HFTarget) -> None:
+    """Also where the text ends before the longest pass."""
+    text = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    logits = tiny_target.plain_logits(text, 4)[0]
+    assert all(confirmed(tiny_target, text, logits, position, 1e-4) for position in range(4))
+    assert not any(confirmed(tiny_target, text, logits.roll(1, 0), position, 1e-4) for position in range(4))
 
 
 def test_a_deficit_needs_noise_at_its_own_position(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
