@@ -4,9 +4,10 @@
         --suite mt_bench=question.jsonl --output FILE
 
 A drafter is a name that outrider's proposer loads, METHOD:FOLDER for an export that vLLM reads by itself (a method of
-its own, such as eagle3 or draft_model), or `ngram`, vLLM's own lookup, with the number of tokens that it drafts. Each has an engine (`vllm_engine.py`, in the environment of `make engines`), and the others wait while one
-answers. Seconds are those of a whole call with so many prompts at a time, their prefill included; answers don't end at a
-stop token. vLLM also counts drafts behind the last token of an answer, so `tokens_per_step` is up to a hundredth too large.
+its own, such as eagle3 or draft_model), or `ngram`, vLLM's own lookup, with the number of tokens that it drafts. Each
+has an engine (`vllm_engine.py`, in the environment of `make engines`), and the others wait while one answers. Seconds
+are those of a whole call with so many prompts at a time, their prefill included; answers don't end at a stop token.
+vLLM also counts drafts behind the last token of an answer, so `tokens_per_step` is up to a hundredth too large.
 """
 
 import json
