@@ -21,8 +21,8 @@ from ..records.run_files import Audit
 MAX_NOISE = 0.25
 """Largest noise of a pass that may explain a difference: its root mean square over a position's logits, as a
 share of their standard deviation, at the worst position. The largest difference of a single logit would
-grow with the vocabulary. SmolLM2 in bfloat16 has 0.02 at most positions and 0.19 at one digit of a hundred answers;
-logits of another token have 1."""
+grow with the vocabulary. SmolLM2 in bfloat16 has 0.02 at most positions, and 0.19 at a digit; logits of another
+token have 1."""
 MAX_LOUD = 8
 """Most positions of an answer whose noise is above MAX_NOISE and is measured again."""
 LENGTHS = (0, 1, 16)
