@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outrider.eval.measure import audit as auditing
-from outrider.eval.measure.audit import audit, audits, confirmed
+from outrider.eval.measure.audit import audit, audits, read_again
 from outrider.eval.results.lossless import find_mismatches, is_exact
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.decoding.sampling import wind_clocks
@@ -90,7 +90,10 @@ def test_answers_to_a_prompt_are_audited_together_as_alone(tiny_target: HFTarget
 def test_loud_noise_is_explained_by_another_pass(
     tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch, lengths: set[int]
 ) -> None:
-    """A pass of the bare model that is off at a position proves nothing, if others agree with what decoding had."""
+    """A pass of the bare model that is off at a position proves nothing, if others agree with what decoding had.
+
+    Its noise explains no wrong token there.
+    """
     steps = generate(tiny_target, NullDrafter(), GreedyAcceptance(), PROMPT, max_new_tokens=64)
     tokens = [token for step in steps for token in step.tokens[0]]
     plain_logits = HFTarget.plain_logits
@@ -104,14 +107,23 @@ def test_loud_noise_is_explained_by_another_pass(
 
     monkeypatch.setattr(HFTarget, "plain_logits", wrong)
     assert audit(tiny_target, PROMPT, tokens, max_new_tokens=64).within_noise == (len(lengths) == 1)
+    start = [*tokens[:30], 11]
+    prompt = torch.cat([PROMPT, torch.tensor([start])], dim=1)
+    rest = generate(tiny_target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=64 - len(start))
+    answer = [*start, *(token for step in rest for token in step.tokens[0])]
+    assert answer != tokens
+    assert not audit(tiny_target, PROMPT, answer, max_new_tokens=64).within_noise
 
 
 def test_a_place_is_read_again_at_the_same_position(tiny_target: HFTarget) -> None:
     """Also where the text ends before the longest pass."""
     text = torch.tensor([[5, 6, 7, 8, 9, 10]])
     logits = tiny_target.plain_logits(text, 4)[0]
-    assert all(confirmed(tiny_target, text, logits, position, 1e-4) for position in range(4))
-    assert not any(confirmed(tiny_target, text, logits.roll(1, 0), position, 1e-4) for position in range(4))
+    for position in range(4):
+        again = read_again(tiny_target, text, logits, position, 1e-4)
+        assert again is not None
+        torch.testing.assert_close(again, logits[position])
+        assert read_again(tiny_target, text, logits.roll(1, 0), position, 1e-4) is None
 
 
 def test_a_deficit_needs_noise_at_its_own_position(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
