@@ -9,6 +9,7 @@ from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
 from ..data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, SmallCount
+from ..data.servers import server_address
 from ..eval.config import EvalConfig
 from .errors import starts_again
 from .options import BY_MACHINE, TargetOptions, cpu_threads, require_used, with_limit
@@ -69,7 +70,7 @@ class CheckServerOptions(TargetOptions):
 
     def __post_init__(self) -> None:
         require_used(self.eval, USED, "check-server")
-        if self.without is not None and self.without.rstrip("/") == self.url.rstrip("/"):
+        if self.without is not None and server_address(self.without) == server_address(self.url):
             raise ValueError(f"without is {self.without}, the server itself; give that of a server without a drafter")
         if self.drafter is None and self.eval.settings != [{}]:
             raise ValueError("eval.settings is the form of a drafter's drafts, and drafter is not given; give both, or neither")

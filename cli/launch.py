@@ -106,7 +106,7 @@ def num_processes(file: str, options: Sequence[str]) -> int:
     number = _settings(file, options).get("num_processes", 1)
     try:
         return int(number)
-    except ValueError:
+    except (ValueError, TypeError):  # an empty value is null
         raise ValueError(f"--num_processes is {number}; it must be a whole number") from None
 
 
@@ -119,7 +119,7 @@ def require_gpus(file: str, options: Sequence[str]) -> None:
     settings = _settings(file, options)
     try:
         needed = int(settings.get("num_processes", 1)) // int(settings.get("num_machines", 1))
-    except ValueError:  # accelerate reports it
+    except (ValueError, TypeError):  # accelerate reports it
         return
     on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or settings.get("use_cpu") is True
     if needed <= 1 or on_cpu or "cpu" in settings:

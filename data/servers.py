@@ -44,6 +44,11 @@ def is_address(base_url: str) -> bool:
     return is_host and is_plain and url.scheme in ("http", "https") and "@" not in url.netloc
 
 
+def server_address(url: str) -> str:
+    """Return a server's address without the path of its protocol."""
+    return re.sub(r"(/v1)?/*$", "", url)
+
+
 def shown(text: str) -> str:
     """Return the start of a server's message, without terminal escapes and the key, which some servers repeat."""
     key = os.environ.get(KEY_VARIABLE, "").strip()

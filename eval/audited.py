@@ -37,15 +37,18 @@ def audit_answers(
     """Audit the answers that need it (see `to_audit`).
 
     Returns the audits by `EvalRecord.answer_digest`, and the digests of the unaudited answers. An
-    answer is unaudited if memory runs out both beside others and alone. What a killed run has audited is in
-    `AUDITS_FILE`.
+    answer is unaudited if memory runs out both beside others and alone. What this run or an earlier one has
+    audited is in `AUDITS_FILE`. Raises ValueError if an audit is missing, and this isn't the environment in which
+    the run started: another processor rounds differently.
     """
     prompts = {(suite.name, prompt.id): (suite, prompt) for suite in suites for prompt in suite.prompts}
-    # 1. Group the answers to the same prompt, but for those that a killed run has audited.
-    path, of = bench.file.path.with_name(AUDITS_FILE), digest_of([bench.config_digest, bench.environment.digest])
+    # 1. Group the answers to the same prompt, but for those that were audited before.
+    path, of = bench.file.path.with_name(AUDITS_FILE), digest_of([bench.config_digest, bench.recorded_environment.digest])
     audited = read_audits(path, of)
     unaudited: list[str] = []
     doubtful = to_audit(records, find_mismatches(records), str(bench.target.dtype))
+    if any(record.answer_digest not in audited for record in doubtful):
+        bench.require_environment()
     groups = defaultdict[tuple[str, float, int], list[EvalRecord]](list)
     for record in doubtful:
         seed = answer_seed(record.seed, record.suite, record.prompt_id, record.turn)
@@ -82,7 +85,7 @@ def audit_answers(
 
 
 def read_audits(path: Path, of: str) -> dict[str, Audit]:
-    """Return what a killed run has audited; nothing if its file is of other records, or can't be read."""
+    """Return what was audited before; nothing if its file is of other records, or can't be read."""
     if not path.exists():
         return {}
     try:

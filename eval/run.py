@@ -39,7 +39,7 @@ from .measure.methods import (
     recorded_methods,
 )
 from .measure.plan import Plan, Texts, require_room
-from .records.names import AUDITS_FILE, FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
+from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .records.records import EvalRecord, RecordFile, group_name
 from .records.run_files import RECORDED_OPTIONS, DrafterFacts, Environment, Facts, RunInfo, read_info, write_info
 from .results.judge_files import write_answers
@@ -115,7 +115,6 @@ def evaluate(
     write_results(rows, output_dir)
     digest = {"summary_sha256": sha256_file(output_dir / SUMMARY_FILE)}
     write_json(output_dir / FACTS_FILE, {**dataclasses.asdict(facts), **digest})
-    (output_dir / AUDITS_FILE).unlink(missing_ok=True)
     write_answers(records, suites, tokenizer, output_dir / ANSWERS_DIR, file.path.stat().st_mtime)
     return rows
 

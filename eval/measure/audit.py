@@ -4,6 +4,7 @@ The audit feeds such an answer to the plain model and checks whether the roundin
 arithmetic explains the difference.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -20,15 +21,15 @@ from ..records.run_files import Audit
 
 MAX_NOISE = 0.25
 """Largest noise of a pass that may explain a difference: its root mean square over a position's logits, as a
-share of their standard deviation, at the worst position. The largest difference of a single logit would
+share of their standard deviation. The largest difference of a single logit would
 grow with the vocabulary. SmolLM2 in bfloat16 has 0.02 at most positions, and 0.19 at a digit; logits of another
 token have 1."""
 MAX_LOUD = 8
 """Most positions of an answer whose noise is above MAX_NOISE and is measured again."""
 LENGTHS = (0, 1, 16)
 """Tokens of the answer behind a position when it is read again: kernels round differently in passes of different length."""
-TINY = 1e-30
-"""Noise in place of none, in a ratio."""
+TINY, HUGE = 1e-30, 1e30
+"""Noise in place of none, in a ratio, and in place of one that isn't a number, which JSON doesn't have."""
 ROUNDING = 8
 """Noise that softmax and the division by the clocks add to sampled scores, in units of the
 sampler's precision."""
@@ -114,12 +115,12 @@ def _compare(
     # 1. The noise of each position.
     stepwise = stepwise.to(torch.promote_types(stepwise.dtype, MIN_PRECISION))  # as `warp` takes them
     at_once = at_once.to(stepwise.dtype)
-    limit = MAX_NOISE * float(stepwise.std(-1).max())
-    loud = [position for position, value in enumerate(_noise(stepwise, at_once).tolist()) if not value <= limit]  # NaN is loud
+    limits = MAX_NOISE * stepwise.std(-1)
+    loud = (~(_noise(stepwise, at_once) <= limits)).nonzero()[:, 0].tolist()  # NaN is loud
     explained = len(loud) <= MAX_LOUD
     for position in loud if explained else ():
         # What explains a deficit here is the noise of the nearer pass.
-        if (logits := again(position, limit)) is None:
+        if (logits := again(position, float(limits[position]))) is None:
             explained = False
             break
         at_once[position] = logits
@@ -148,6 +149,7 @@ def _compare(
     ends_rightly = stops == [num_tokens - 1] or (not stops and num_tokens == max_new_tokens)
     if not ends_rightly:
         worst = stops[0] + 1 if stops and stops[0] + 1 < num_tokens else num_tokens - 1
+    deficit, noise = (value if math.isfinite(value) else HUGE for value in (deficit, noise))
     return Audit(
         deficit=deficit, position=worst, noise=noise, ends_rightly=ends_rightly, within_noise=explained and ends_rightly
     )

@@ -83,7 +83,7 @@ class Bench:
                     if job.is_in(records):
                         continue
                     if not is_warm:
-                        self._require_environment()
+                        self.require_environment()
                         self._warm_up()
                         is_warm = True
                     if (generation := within_memory(partial(self._decode, job), self.target)) is None:
@@ -165,12 +165,12 @@ class Bench:
                 for method in methods:
                     within_memory(partial(self._time, Job(batch=batch, method=method), num_tokens), self.target)
 
-    def _require_environment(self) -> None:
+    def require_environment(self) -> None:
         """Raise ValueError if the environment differs from the recorded one."""
         if changes := differences(asdict(self.recorded_environment), asdict(self.environment)):
             raise ValueError(
                 f"{self.file.path} was started in another environment, which differs in {'; '.join(changes.values())}. Times "
-                "of both can't be compared: finish the run where it started, or give another output directory"
+                "and rounding of both can't be compared: finish the run where it started, or give another output directory"
             )
 
     def _require_budget(self) -> None:

@@ -20,7 +20,7 @@ OOM = "OOM"
 
 RUN_FILE, RECORDS_FILE, FACTS_FILE = "run.json", "records.jsonl", "facts.json"
 AUDITS_FILE = "audits.json"
-"""Audits of a run that isn't complete; then they are in its facts."""
+"""Audits of the run so far."""
 SUMMARY_FILE, TABLE_FILE = "summary.json", "table.md"
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from ...models.drafters.options import DRAFTER_OPTIONS
+from ..records.names import PIPELINED
 from ..records.records import EvalRecord
+from .figures import counted
 from .rows import Row, is_broken, is_wrong
 from .stats import bootstrap, ratio_of_ratios, speedup
 
@@ -42,21 +44,24 @@ class Change:
 def pairs(methods: Mapping[str, Mapping[str, Any]], old: str, new: str) -> dict[str, tuple[str, str]]:
     """Return the methods of both drafters by the setting that they share.
 
-    `methods` are those that an evaluation records; `old` and `new` are digests of weights. Raises ValueError if a
-    drafter isn't among them, or if they share no setting.
+    `methods` are those that an evaluation records; `old` and `new` are digests of weights. Paced and pipelined ones
+    have no part: their drafts depend on the clock. Raises ValueError if a drafter isn't among the others, or if they
+    share no setting.
     """
     if old == new:
         raise ValueError("the old and the new drafter have the same weights; give the folder that the new training wrote")
     by_weights: dict[str, dict[str, str]] = {old: {}, new: {}}
     for name, method in methods.items():
-        if method["weights"] in by_weights:
+        is_timed = method["config"].get("pace") == "expected" or method.get("decode") == PIPELINED
+        if method["weights"] in by_weights and not is_timed:
             options = {name: method["config"].get(name) for name in sorted(RUN_TIME.get(method["kind"], method["config"]))}
             setting = ", ".join(f"{option} {value}" for option, value in options.items() if value is not None)
             by_weights[method["weights"]][f"{method['kind']}: {setting}"] = name
     for weights, what in ((old, "old"), (new, "new")):
         if not by_weights[weights]:
             raise ValueError(
-                f"the evaluation doesn't have the {what} drafter; evaluate both: outrider eval --drafter OLD --drafter NEW"
+                f"the evaluation doesn't have the {what} drafter, or only paced or pipelined; evaluate both: outrider eval "
+                "--drafter OLD --drafter NEW"
             )
     shared = {
         setting: (by_weights[old][setting], name) for setting, name in by_weights[new].items() if setting in by_weights[old]
@@ -71,7 +76,7 @@ def changes(records: Iterable[EvalRecord], methods: Mapping[str, tuple[str, str]
     sides = {name: (setting, side) for setting, names in methods.items() for side, name in enumerate(names)}
     groups: dict[tuple[str, str, float], tuple[list[EvalRecord], list[EvalRecord]]] = defaultdict(lambda: ([], []))
     for record in records:
-        if record.method in sides and not record.profiled and record.pace is None:  # a paced draft depends on the clock
+        if record.method in sides and not record.profiled:
             setting, side = sides[record.method]
             groups[setting, record.suite, record.temperature][side].append(record)
     num_tested = Counter(suite for _, suite, _ in groups)
@@ -88,7 +93,7 @@ def changes(records: Iterable[EvalRecord], methods: Mapping[str, tuple[str, str]
             continue
         ratio, interval = bootstrap(measured.transpose(1, 0, 2)[::-1], ratio_of_ratios, seed=0, num_tested=num_tested[suite])
         low, high = interval or (0.0, float("inf"))
-        speed, speeds = speedup(old, new, seed=0)
+        speed, speeds = speedup(_timed(old), _timed(new), seed=0)
         yield Change(
             setting=setting,
             suite=suite,
@@ -100,6 +105,14 @@ def changes(records: Iterable[EvalRecord], methods: Mapping[str, tuple[str, str]
             speed=speed,
             speed_high=speeds[1] if speeds else float("inf"),
         )
+
+
+def _timed(records: Iterable[EvalRecord]) -> list[EvalRecord]:
+    """Select the repeats that count, at each batch size."""
+    by_size = defaultdict[int, list[EvalRecord]](list)
+    for record in records:
+        by_size[record.batch_size].append(record)
+    return [record for of_size in by_size.values() for record in counted(of_size)]
 
 
 def _answer(record: EvalRecord) -> tuple[Any, ...]:

@@ -193,7 +193,7 @@ def compute_figures(
 ) -> Figures:
     """Compute the figures of a method from its records and plain decoding's.
 
-    All figures are those of the repeats that count (`repeats.counted`), on both sides.
+    All figures are those of the repeats that count (`counted`), on both sides.
     """
     # 1. Split the records: timed answers give the speeds, profiled ones the time split and what
     # follows from it.

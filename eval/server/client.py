@@ -18,7 +18,7 @@ import httpx
 from pydantic import BaseModel, FiniteFloat, NonNegativeInt, ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from ...data.servers import KEY_VARIABLE, NO_ADDRESS, NO_FILTERS, is_address, server_key, shown
+from ...data.servers import KEY_VARIABLE, NO_ADDRESS, NO_FILTERS, is_address, server_address, server_key, shown
 
 CONNECT_SECONDS, SILENT_SECONDS, ANSWER_SECONDS = 10.0, 120.0, 900.0
 """Most seconds of a connection, between two parts of a reply, and of a whole reply."""
@@ -112,7 +112,6 @@ class _Part(BaseModel):
     tokens: list[NonNegativeInt] = []
     content: str = ""
     completion_probabilities: list[_Place] = []
-    stop: bool = False
     stop_type: str = ""
     tokens_evaluated: int | None = None
     tokens_predicted: int = 0
@@ -152,7 +151,7 @@ class Server:
         """`model` is the model's name there; None takes that of the target, or the only one."""
         if not is_address(url):
             raise ValueError(f"the server's URL {NO_ADDRESS}")
-        self.url = re.sub(r"(/v1)?/*$", "", url)
+        self.url = server_address(url)
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, stop_ids
         key = server_key()
         self._client = httpx.Client(
@@ -213,15 +212,24 @@ class Server:
         )
 
     def complete(
-        self, prompt: Sequence[int], *, max_tokens: int, temperature: float = 0.0, seed: int = 0, num_top: int = 0
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        num_top: int = 0,
+        may_end: bool = True,
     ) -> Reply:
         """Answer a prompt. `num_top` asks for the log-probabilities of so many tokens at each place.
 
-        Without it the server is asked to read the whole prompt, also one that it has read before.
+        Without it the server is asked to read the whole prompt, also one that it has read before. Without `may_end`
+        llama.cpp chooses no stop token; the log-probabilities have it.
         """
         body: dict[str, Any] = {"prompt": list(prompt), "temperature": temperature, "seed": seed, "stream": True}
         if self.is_llama_cpp:
             path, body = "/completion", {**NO_FILTERS_LLAMA_CPP, **body, "n_predict": max_tokens, "return_tokens": True}
+            body |= {} if may_end else {"ignore_eos": True}
             body |= {"n_probs": num_top} if num_top else {"cache_prompt": False}
         else:
             path, body = "/v1/completions", {**NO_FILTERS, **body, "model": self.model, "max_tokens": max_tokens}
@@ -273,7 +281,7 @@ class Server:
         """Return the parts of a reply as one, and the time of its first token."""
         whole, first = _Part(), None
         for at, event in self._events(path, body):
-            part = self._part(event) if self.is_llama_cpp else self._chunk(event)
+            part = self._valid(_Part, event) if self.is_llama_cpp else self._chunk(event)
             first = at if first is None and (part.tokens or part.content) else first
             whole.tokens += part.tokens
             whole.content += part.content
@@ -282,9 +290,6 @@ class Server:
             whole.tokens_evaluated = part.tokens_evaluated or whole.tokens_evaluated
             whole.tokens_predicted = max(whole.tokens_predicted, part.tokens_predicted)
         return whole, first
-
-    def _part(self, event: str) -> _Part:
-        return self._valid(_Part, event)
 
     def _chunk(self, event: str) -> _Part:
         """Read a part of OpenAI's protocol as one of llama.cpp's."""
@@ -317,18 +322,21 @@ class Server:
         """Yield each event of a stream with its time; a reply that isn't a stream is one event."""
         rest = ""
         for at, part in self._parts("POST", path, body):
-            *lines, rest = (rest + part).split("\n")
+            rest += part
+            if rest.lstrip().startswith("{"):
+                continue
+            *lines, rest = rest.split("\n")
             for line in lines:
                 if line.startswith("data:") and (event := line[5:].strip()) != "[DONE]":
                     yield at, event
-        if rest.strip().startswith("{"):
+        if rest.lstrip().startswith("{"):
             yield time.perf_counter(), rest
 
     def _parts(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[tuple[float, str]]:
         """Yield the parts of a reply with their times. Raises an error that names the address and the fault."""
         deadline, num_bytes, url = time.perf_counter() + ANSWER_SECONDS, 0, f"{self.url}{path}"
+        silence = ANSWER_SECONDS if body is not None and not body["stream"] else SILENT_SECONDS
         try:
-            silence = ANSWER_SECONDS if body is not None and not body["stream"] else SILENT_SECONDS
             timeout = httpx.Timeout(silence, connect=CONNECT_SECONDS, pool=None)
             decode = codecs.getincrementaldecoder("utf-8")("replace").decode
             with self._client.stream(method, url, json=body, timeout=timeout) as response:
@@ -350,7 +358,7 @@ class Server:
                     raise ValueError(f"{url} answers {response.status_code}: {shown(message)}")
         except httpx.TimeoutException:
             raise ConnectionError(
-                f"{url} sent nothing for {SILENT_SECONDS:.0f} s, or no connection for {CONNECT_SECONDS:.0f} s; is it busy?"
+                f"{url} sent nothing for {silence:.0f} s, or no connection for {CONNECT_SECONDS:.0f} s; is it busy?"
             ) from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ConnectionError(f"{url} can't be read ({type(error).__name__}: {shown(str(error))})") from None

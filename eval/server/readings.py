@@ -101,18 +101,23 @@ class ServerThere:
             text = [*prompt, *reply.tokens[:start]]
             own = self.server.complete(text, max_tokens=len(answer) - start, num_top=NUM_TOP)
             for place, (token, choice) in enumerate(zip(answer[start:], _outcomes(own), strict=False)):
-                top = _pooled_top(own.tops[place], self.stop_ids) if place < len(own.tops) else {}
-                if token == choice and not top:  # llama.cpp gives no probabilities of a stop token
+                top = own.tops[place] if place < len(own.tops) else {}
+                if choice == END and not top and token != END:  # llama.cpp gives no probabilities where it ends
+                    here = [*prompt, *reply.tokens[: len(readings)]]
+                    asked = self.server.complete(here, max_tokens=1, num_top=NUM_TOP, may_end=False)
+                    top = asked.tops[0] if asked.tops else {}
+                pooled = _pooled_top(top, self.stop_ids)
+                if token == choice and not top:
                     readings.append(Reading(deficit=0.0, greater=0.0, own=1.0))
                 elif not top:
                     raise ValueError(f"{self.server.url} gives no log-probabilities, which a reference needs")
-                elif token not in top and len(own.tops[place]) < NUM_TOP:
+                elif token not in pooled and len(top) < NUM_TOP:
                     raise ValueError(
-                        f"{self.server.url} gives the log-probabilities of {len(own.tops[place])} tokens and was asked for "
+                        f"{self.server.url} gives the log-probabilities of {len(top)} tokens and was asked for "
                         f"{NUM_TOP}; a reference needs them (vLLM: --max-logprobs)"
                     )
                 else:
-                    readings.append(_reading_of_top(top, token))
+                    readings.append(_reading_of_top(pooled, token))
                 if token != choice:
                     break
             if len(readings) == start:

@@ -15,10 +15,11 @@ import torch
 
 from outrider.data.chat import encode_prompt, template_digest
 from outrider.data.conversations import Turn
-from outrider.eval import audited
+from outrider.eval import audited, run
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure import bench as measure
 from outrider.eval.measure import methods
+from outrider.eval.measure.environment import describe_environment
 from outrider.eval.measure.plan import answer_seed, evenly_spaced
 from outrider.eval.measure.timing import Generation
 from outrider.eval.records.records import EvalRecord, RecordFile
@@ -659,7 +660,15 @@ def test_a_run_that_is_killed_in_its_audits_goes_on_with_the_next(run_tiny, tiny
     assert len(asked) == NUM_TURNS + 1, "each prompt once, and the third one again"
     audits = json.loads((tmp_path / "facts.json").read_text())["audits"]
     assert kept.items() <= audits.items()
-    assert not (tmp_path / "audits.json").exists()
+
+    # A finished run has all audits, on every machine; one that is missing is made where the run began.
+    monkeypatch.setattr(audited, "audits", None)
+    elsewhere = replace(describe_environment(target.device, target.linears), cpu="another")
+    monkeypatch.setattr(run, "describe_environment", lambda *_: elsewhere)
+    assert run_tiny(tmp_path, target) == rows
+    (tmp_path / "audits.json").unlink()
+    with pytest.raises(ValueError, match="started in another environment, which differs in cpu"):
+        run_tiny(tmp_path, target)
 
 
 @pytest.mark.slow

@@ -43,6 +43,16 @@ def test_an_evaluation_without_both_is_an_error(methods, old, new, message):
         pairs(methods, old, new)
 
 
+@pytest.mark.parametrize("depends", [{"config": {"tree_nodes": 5, "pace": "expected"}}, {"decode": "pipelined"}])
+def test_drafts_that_depend_on_the_clock_have_no_part(depends):
+    for side in ("a", "b"):
+        timed = {**METHODS, side: {**METHODS[side], **depends}}
+        with pytest.raises(ValueError, match="or only paced or pipelined"):
+            pairs({name: timed[name] for name in ("a", "b")}, "1", "2")
+    both = {**METHODS, "d": {**METHODS["b"], "decode": "pipelined"}}
+    assert pairs(both, "1", "2") == {"medusa: tree_nodes 5": ("a", "b")}
+
+
 def test_a_change_is_the_ratio_of_tokens_per_step_on_the_same_prompts(make_record: MakeRecord):
     records = [
         make_record(suite=suite, prompt_id=str(prompt), method=method, accepted_histogram=histogram, repeat=repeat, **extra)
@@ -50,10 +60,9 @@ def test_a_change_is_the_ratio_of_tokens_per_step_on_the_same_prompts(make_recor
         for suite in ("x", "y")
         for prompt in range(5)
         for method, histogram, extra in (
-            ("a", [0, 10], {}),
-            ("b", [0, 0, 10], {}),  # 3 tokens a step, not 2
+            ("a", [0, 10], {"pace": "fixed"}),
+            ("b", [0, 0, 10], {"pace": "fixed"}),  # 3 tokens a step, not 2
             ("b", [0, 0, 0, 10], {"phase_seconds": PhaseSeconds(draft=0.1, verify=0.1, accept=0.1)}),
-            ("b", [0, 0, 0, 10], {"pace": "expected"}),
             ("suffix", [0, 10], {}),
         )
     ]
@@ -64,6 +73,18 @@ def test_a_change_is_the_ratio_of_tokens_per_step_on_the_same_prompts(make_recor
     ]
     # Each step takes as long in both, so the new one's 31 tokens take as long as the old one's 21.
     assert [change.speed for change in found] == [pytest.approx(31 / 21)] * 2
+
+
+def test_a_stalled_repeat_of_the_old_drafter_is_no_gain_in_speed(make_record: MakeRecord):
+    records = [
+        make_record(prompt_id=str(prompt), method=method, repeat=repeat, decode_seconds=seconds)
+        for prompt in range(3)
+        for method in "ab"
+        for repeat in range(3)
+        for seconds in [100.0 if (method, repeat) == ("a", 1) else 0.75]
+    ]
+    (found,) = changes(records, {"s": ("a", "b")})
+    assert found.speed == pytest.approx(1.0)
 
 
 def test_the_best_of_many_settings_is_no_gain_by_chance(make_record: MakeRecord):

@@ -1,5 +1,7 @@
 """Lossless checks: every wrong token is reported, and the audit accepts only numeric noise."""
 
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from outrider.eval.measure import audit as auditing
 from outrider.eval.measure.audit import audit, audits, read_again
 from outrider.eval.results.lossless import find_mismatches, is_exact
-from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
+from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, TargetOutput, generate
 from outrider.models.decoding.sampling import wind_clocks
 from outrider.models.drafters import NullDrafter
 from outrider.models.llm.config import TargetConfig
@@ -113,6 +115,48 @@ def test_loud_noise_is_explained_by_another_pass(
     answer = [*start, *(token for step in rest for token in step.tokens[0])]
     assert answer != tokens
     assert not audit(tiny_target, PROMPT, answer, max_new_tokens=64).within_noise
+
+
+def test_a_pass_of_no_numbers_is_a_verdict_and_not_an_error(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bare pass that overflows in float16 proves nothing; JSON has no NaN."""
+    steps = generate(tiny_target, NullDrafter(), GreedyAcceptance(), PROMPT, max_new_tokens=8)
+    tokens = [token for step in steps for token in step.tokens[0]]
+    plain_logits = HFTarget.plain_logits
+    for bad in (torch.nan, torch.inf):
+        monkeypatch.setattr(HFTarget, "plain_logits", lambda *args, bad=bad: plain_logits(*args).fill_(bad))
+        found = audit(tiny_target, PROMPT, tokens, max_new_tokens=8)
+        assert not found.within_noise
+        assert json.dumps(asdict(found), allow_nan=False)
+
+
+def test_noise_is_compared_with_the_spread_of_its_own_position(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A position of wide logits elsewhere explains no noise here."""
+    steps = generate(tiny_target, NullDrafter(), GreedyAcceptance(), PROMPT, max_new_tokens=12)
+    tokens = [token for step in steps for token in step.tokens[0]]
+    verify, plain_logits = HFTarget.verify, HFTarget.plain_logits
+    noise = torch.randn(tiny_target.vocab_size, generator=torch.Generator().manual_seed(0))
+
+    def audited(width: float) -> bool:
+        """Audit with logits `width` times as wide at all positions but the first, and noise of half the spread there."""
+
+        def wide(target: HFTarget, *args: Any, **options: Any) -> TargetOutput:
+            output = verify(target, *args, **options)
+            return replace(output, logits=output.logits * width)
+
+        def noisy(target: HFTarget, text: torch.Tensor, num_last: int) -> torch.Tensor:
+            logits = plain_logits(target, text, num_last).clone()
+            place = PROMPT.shape[1] - 1 - (text.shape[1] - num_last)
+            logits[:, place + 1 :] *= width
+            logits[:, place] += 0.5 * logits[:, place].std() * noise
+            return logits
+
+        with monkeypatch.context() as patch:
+            patch.setattr(HFTarget, "verify", wide)
+            patch.setattr(HFTarget, "plain_logits", noisy)
+            return audit(tiny_target, PROMPT, tokens, max_new_tokens=12).within_noise
+
+    assert not audited(1.0)
+    assert not audited(10.0)
 
 
 def test_a_place_is_read_again_at_the_same_position(tiny_target: HFTarget) -> None:

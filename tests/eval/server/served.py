@@ -155,6 +155,8 @@ class Served(ThreadingHTTPServer):
                 new[-1] = (new[-1] + 1234) % self.target.vocab_size
             tokens += new
         tops = self._tops(prompt, tokens, num_top)
+        if body.get("ignore_eos"):  # its probabilities are those before the ban
+            tokens[0] = next(token for token in tops[0] if token not in self.target.stop_ids)
         ended = tokens[-1] in self.target.stop_ids
         if self.writes_nothing:
             tokens, tops = [], []
@@ -166,7 +168,7 @@ class Served(ThreadingHTTPServer):
                 yield {
                     "content": text,
                     "tokens": written,
-                    "completion_probabilities": [{"top_logprobs": places}] if top else [],
+                    "completion_probabilities": [{"top_logprobs": places}] if top and written else [],
                 }
             else:
                 choice = {"text": text, "token_ids": None if self.gives_text else [token]}

@@ -15,6 +15,7 @@ from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.eval.server import check as checks
 from outrider.eval.server import client
 from outrider.eval.server.questions import Question, ask, is_right
+from outrider.eval.server.readings import ServerThere, TargetHere
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.base import TrainableDrafter
@@ -112,9 +113,40 @@ def test_another_server_is_the_reference_and_the_baseline(check, target, monkeyp
 def test_a_server_that_streams_the_last_token_of_a_character_is_asked_for_all(check, target, reference):
     with serving(served(target, is_llama_cpp=True)) as server, serving(served(target, None, is_llama_cpp=True)) as plain:
         server.holds_characters = plain.holds_characters = True
-        result, found = check(server.url, *reference, *((plain.url,) if reference else ()), "--samples", "64")
+        result, found = check(server.url, *((*reference, plain.url) if reference else ("--samples", "64")))
     assert result.exit_code == 0, result.output
     assert all(line["passed"] for line in found["lines"])
+
+
+def test_a_reference_that_would_end_says_how_probable_another_token_is(target: HFTarget, monkeypatch) -> None:
+    """llama.cpp gives no probabilities where it chooses a stop token."""
+    prompt = target.tokenizer("def add(a, b):").input_ids
+    steps = generate(target, NullDrafter(), GreedyAcceptance(), torch.tensor([prompt]), max_new_tokens=3)
+    first, stop, _ = [token for step in steps for token in step.tokens[0]]
+    other = int(target.plain_logits(torch.tensor([[*prompt, first]]), 1)[0, 0].topk(2).indices[1])
+    monkeypatch.setattr(HFTarget, "stop_ids", (stop,))
+    reply = client.Reply(tokens=[first, other], ended=False, tops=[], seconds=1.0, first_seconds=1.0)
+    (here,) = TargetHere(target=target).read(prompt, [reply])
+    with serving(served(target, None, is_llama_cpp=True)) as server:
+        there = client.Server(server.url, target.tokenizer, target.vocab_size, target.stop_ids)
+        (read,) = ServerThere(server=there, stop_ids=target.stop_ids).read(prompt, [reply])
+    assert [(reading.deficit, reading.own) for reading in read] == [
+        pytest.approx((reading.deficit, reading.own), abs=1e-4) for reading in here
+    ]
+    assert read[1].deficit > 0
+
+
+@pytest.mark.parametrize("text", ['{"content": "a", "tokens": [1], "stop_type": "limit"}', '{"error":\n"busy"}'])
+def test_a_reply_that_is_no_stream_is_read_whole(target: HFTarget, text: str, monkeypatch) -> None:
+    with serving(served(target, None, is_llama_cpp=True)) as server:
+        there = client.Server(server.url, target.tokenizer, target.vocab_size, target.stop_ids)
+        parts = [(0.0, text[:9]), (0.0, text[9:] + "\n")]
+        monkeypatch.setattr(there, "_parts", lambda *_: iter(parts))
+        if "error" in text:
+            with pytest.raises(ValueError, match="busy"):
+                there.complete([1, 2], max_tokens=1)
+        else:
+            assert there.complete([1, 2], max_tokens=1).tokens == [1]
 
 
 def test_as_many_requests_are_under_way_as_it_says(check: Any, target: HFTarget) -> None:
@@ -124,9 +156,10 @@ def test_as_many_requests_are_under_way_as_it_says(check: Any, target: HFTarget)
         speed = found["speeds"][-1]
         assert speed["concurrency"] == 7
         assert speed["plain_tokens_per_second"] > 0
-        refused, _ = check(server.url, "--without", server.url)
-    assert refused.exit_code == 2
-    assert "the server itself" in refused.output
+        for same in (server.url, server.url + "/v1/"):
+            refused, _ = check(server.url, "--without", same)
+            assert refused.exit_code == 2
+            assert "the server itself" in refused.output
 
 
 def test_one_of_several_models_is_named(check: Any, target: HFTarget) -> None:
