@@ -2,7 +2,8 @@
 
 Every rule has the same two halves. The first half decides for each node alone whether the node is
 accepted if its parent is. The second half, `follow`, walks down the accepted nodes. All nodes are
-decided at once on the device, so no rule makes the host wait.
+decided at once on the device, so no rule makes the host wait; but on a CPU `follow_draws` decides only
+the nodes on the way.
 """
 
 from dataclasses import dataclass

@@ -91,11 +91,6 @@ class TokenRate:
         plain = 1.0 / table[0] if table[0] > 0.0 else 0.0
         return max(self.tokens / self.seconds, plain) if self.seconds > 0.0 else plain
 
-    def trusted(self, gains: Sequence[float]) -> list[float]:
-        """Scale the draft tokens among expected tokens by the share that came so far."""
-        share = self.share
-        return [1.0 + share * (gain - 1.0) for gain in gains]
-
     def add(self, tokens: float, expected: float, seconds: float) -> None:
         """Add a step: the tokens that it emitted, those that it was expected to, and its seconds."""
         kept = 1 - 1 / RATE_MEMORY
@@ -254,7 +249,8 @@ class Pacer:
 
     def trusted(self, gains: Sequence[float]) -> list[float]:
         """Scale the draft tokens among expected tokens by the share that came so far."""
-        return self.mean.trusted(gains)
+        share = self.mean.share
+        return [1.0 + share * (gain - 1.0) for gain in gains]
 
     @property
     def is_trial(self) -> bool:

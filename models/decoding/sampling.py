@@ -214,7 +214,7 @@ OUTSIDE = 30.0
 
 def foreseen(
     logits: Float[torch.Tensor, "batch node output"],
-    depths: range,
+    depths: range | Int[torch.Tensor, "batch node"],
     generator: Randomness,
     to_tokens: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Float[torch.Tensor, "batch node output"]:
@@ -224,7 +224,8 @@ def foreseen(
     arg-max of log q - log clock is the better draft: it is the same token wherever q is near p (arXiv 2408.07978,
     section 3). What is drawn doesn't depend on it. Times the temperature these are logits again.
 
-    `depths` are those of the entries that the nodes follow, one for all nodes or one for each. `to_tokens` returns the
+    `depths` are those of the entries that the nodes follow, one for all nodes or one for each (of all rows, or of
+    each). `to_tokens` returns the
     target's tokens of outputs, where these differ. Without known clocks the logits stay as they are.
     """
     if not isinstance(generator, RowSeeds) or generator.sampling is None:
@@ -234,7 +235,8 @@ def foreseen(
     if sampling.top_k is not None or sampling.top_p is not None:
         logits = torch.where(logits < _least_kept(logits, sampling), logits - OUTSIDE, logits)
     tokens = to_tokens(torch.arange(size, device=logits.device)) if to_tokens else size
-    clocks = generator.clocks(logits, torch.arange(depths.start, depths.stop, device=logits.device), tokens)
+    places = torch.arange(depths.start, depths.stop, device=logits.device) if isinstance(depths, range) else depths
+    clocks = generator.clocks(logits, places, tokens)
     return sharpness(generator) * (logits - temperature * clocks.log())
 
 

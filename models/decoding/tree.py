@@ -72,26 +72,16 @@ class DraftTree:
         return self.tokens.shape[1]
 
     def trimmed(self, bucket: int = 1) -> "DraftTree":
-        """Return the tree without the padding that all rows share. It needs `largest`.
+        """Return the tree without the padding that all rows share. It needs `largest`, and has no entries or origins.
 
         The new size is a multiple of `bucket`, at most the old size. The host reads the number of
         nodes of the fullest row, and so waits for an accelerator.
         """
-        if not self.num_nodes:
-            return self
         assert self.largest is not None
-        num_nodes = int(self.largest)
-        return self.first(min(-(-num_nodes // bucket) * bucket, self.num_nodes))
-
-    def first(self, num_nodes: int) -> "DraftTree":
-        """Return the tree of the first nodes of each row, in the same memory."""
+        num_nodes = min(-(-int(self.largest) // bucket) * bucket, self.num_nodes)
         tree = copy(self)  # slices the derived fields too, instead of recomputing them
         for name in ("tokens", "parents", "lineage", "depths"):
             object.__setattr__(tree, name, getattr(self, name)[:, :num_nodes])
-        if self.entries is not None:
-            object.__setattr__(tree, "entries", self.entries[:, :num_nodes])
-        if self.origins is not None:
-            object.__setattr__(tree, "origins", tuple(row[:num_nodes] for row in self.origins))
         return tree
 
 
@@ -108,6 +98,22 @@ def chain_tree(tokens: Int[torch.Tensor, "batch depth"]) -> DraftTree:
     lineage = (index[:, None] - index).clamp(min=NO_NODE).expand(len(tokens), -1, -1)
     derived = lineage, (index + 1).expand_as(tokens)
     return DraftTree(tokens=tokens, parents=(index - 1).expand_as(tokens), max_depth=depth, derived=derived)
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Return each node's depth: 1 for a child of the last committed token."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent == NO_NODE else depths[parent] + 1)
+    return depths
+
+
+def lineages_of(parents: Sequence[int]) -> list[list[int]]:
+    """Return each node's lineage (see `DraftTree`), without padding."""
+    lines: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        lines.append([node] if parent == NO_NODE else [node, *lines[parent]])
+    return lines
 
 
 def accepted_path(tree: DraftTree, nodes: Sequence[Sequence[int]]) -> AcceptedPath:

@@ -49,9 +49,7 @@ class Counts:
         """Copy the host's numbers to the device."""
         return cls(torch.tensor(values, dtype=torch.long, device=device), tuple(values))
 
-    def __add__(self, other: "int | Counts") -> "Counts":
-        if isinstance(other, int):
-            return Counts(self.device + other, tuple(count + other for count in self.host))
+    def __add__(self, other: "Counts") -> "Counts":
         return Counts(self.device + other.device, tuple(map(sum, zip(self.host, other.host, strict=True))))
 
     def __neg__(self) -> "Counts":

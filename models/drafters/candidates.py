@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...data.device import to_device
-from ..decoding.tree import DraftTree
+from ..decoding.tree import DraftTree, lineages_of
 from ..decoding.types import NO_NODE
 
 
@@ -49,9 +49,9 @@ def tree_of(
     finding the nodes.
     """
     num_nodes = max(len(row.tokens) for row in rows) if num_nodes is None else num_nodes
-    # 1. The depths.
-    depths = [depths_of(row.parents) for row in rows]
-    depth = max(max(row, default=0) for row in depths)
+    # 1. The paths, and their depth.
+    paths = [lineages_of(row.parents) for row in rows]
+    depth = max(max(map(len, row), default=0) for row in paths)
     max_depth = depth if max_depth is None else max_depth
     assert depth <= max_depth, f"a path has {depth} nodes, and max_depth={max_depth}"
     # 2. Tokens, parents, depths and lineages, with their padding.
@@ -60,15 +60,13 @@ def tree_of(
     levels: list[int] = []
     lineages: list[int] = []
     none = [NO_NODE] * max_depth
-    for row, row_depths in zip(rows, depths, strict=True):
+    for row, lines in zip(rows, paths, strict=True):
         num_missing = num_nodes - len(row.tokens)
         tokens += [*row.tokens, *[NO_NODE] * num_missing]
         parents += [*row.parents, *[NO_NODE] * num_missing]
-        levels += [*row_depths, *[0] * num_missing]
-        paths: list[list[int]] = []
-        for node, parent in enumerate(row.parents):
-            paths.append([node] if parent == NO_NODE else [node, *paths[parent]])
-            lineages += [*paths[-1], *none[row_depths[node] :]]
+        levels += [*map(len, lines), *[0] * num_missing]
+        for line in lines:
+            lineages += [*line, *none[len(line) :]]
         lineages += none * num_missing
     # 3. One tensor, one transfer.
     values = array("q", tokens + parents + levels + lineages)
@@ -85,11 +83,3 @@ def tree_of(
             tensor.as_strided(shape, strides, 2 * size),
         ),
     )
-
-
-def depths_of(parents: Sequence[int]) -> list[int]:
-    """Return each node's depth: 1 for a child of the last committed token."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent == NO_NODE else depths[parent] + 1)
-    return depths

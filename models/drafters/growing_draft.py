@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch.nn.utils.rnn import pad_sequence
 
 from ..decoding.growing_tree import UNREAD, GrowingTree
+from ..decoding.sampling import Randomness, foreseen
 from ..decoding.tree import DraftTree, chain_tree
 from ..decoding.types import MAX_UNREAD, NO_NODE, AcceptedPath, Counts, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
@@ -41,7 +42,8 @@ A tree that keeps growing from step to step would fill any memory."""
 class GrowingRow:
     """A row's text behind the cache's, and the tree that hangs from the first of these tokens.
 
-    The tree's estimates are the model's own probabilities. 0 marks a node of another source.
+    The tree's estimates are the model's own probabilities, of what the target will draw where its clocks are
+    known (see `foreseen`): a node's clock stays the same from step to step. 0 marks a node of another source.
     """
 
     tokens: list[int]
@@ -85,25 +87,29 @@ class GrowingModel:
         cache = self.read_prompts(prompts, max_new_tokens=max_new_tokens, max_nodes=MAX_ENTRIES)
         return GrowingText(cache=cache, rows=[GrowingRow(tokens=[token]) for token in prompts.last(prompts.input_ids).tolist()])
 
-    def open(self, state: GrowingText, last_tokens: Sequence[int]) -> None:
+    def open(self, state: GrowingText, last_tokens: Sequence[int], generator: Randomness = None) -> None:
         """Append the last tokens, and keep what is left of the trees below them."""
         for row, token in zip(state.rows, last_tokens, strict=True):
             row.tokens.append(token)
         if state.is_rooted:
             self._reroot(state)
         if not state.is_rooted and max(len(row.tokens) for row in state.rows) > MAX_UNREAD:
-            self.read(state, [[NO_NODE]] * len(state.rows))
+            self.read(state, [[NO_NODE]] * len(state.rows), generator)
 
     def room(self, state: GrowingText) -> int:
         """Return how many more nodes of each row may be read."""
         return MAX_ENTRIES - len(state.rows[0].order)
 
-    def read(self, state: GrowingText, reads: Sequence[Sequence[int]]) -> None:
+    def read(self, state: GrowingText, reads: Sequence[Sequence[int]], generator: Randomness = None) -> None:
         """Read some nodes of each row in one pass, and append their children.
 
         Their parents have been read before. The only node of an empty tree is the root, NO_NODE.
         """
         logits = self._read_nodes(state, reads) if state.is_rooted else self._read_roots(state)
+        depths = torch.zeros(logits.shape[:2], dtype=torch.long)
+        for row, nodes, places in zip(state.rows, reads, depths, strict=True):
+            places[: len(nodes)] = torch.tensor([0 if node == NO_NODE else row.tree.depths[node] for node in nodes])
+        logits = foreseen(logits, depths.to(logits.device), generator)
         for row, nodes, children in zip(state.rows, reads, likeliest_children(logits), strict=True):
             for node, (tokens, probs) in zip(nodes, children, strict=False):
                 row.tree.add(node, tokens, probs)

@@ -10,7 +10,7 @@ of the merged tree, whichever source has proposed them.
 """
 
 from bisect import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,11 +21,11 @@ from jaxtyping import Int
 from ..decoding.growing_tree import UNREAD
 from ..decoding.pacing import MAX_READS
 from ..decoding.sampling import Randomness, RowSeeds
-from ..decoding.tree import DraftTree
+from ..decoding.tree import DraftTree, depths_of
 from ..decoding.types import NO_NODE, AcceptedPath, Prompts, TargetOutput
 from .base import TrainableDrafter
 from .calibration import BIN_BOUNDS, MAX_SOURCES, OutcomeCounts, start_of_text
-from .candidates import Candidates, depths_of
+from .candidates import Candidates
 from .growing_draft import GrowingModel, GrowingRow, GrowingText
 from .merging import MAX_WALKS, MergedRow, MergeWalk, Proposals, follow, grow, odds_of_ring, rows_of_search
 from .training_free import TextState, TrainingFreeDrafter
@@ -105,17 +105,6 @@ class MergeSources:
 
     def _indexes(self, kind: type[Any]) -> list[int]:
         return [index for index, source in enumerate(self.parts) if isinstance(source, kind)]
-
-    @property
-    def context_length(self) -> int | None:
-        """Most tokens of prompt and answer together; None if the target's limit suffices."""
-        lengths = [source.context_length for source in self.named.values() if source.context_length is not None]
-        return min(lengths, default=None)
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Return the trained weights of all sources."""
-        for source in self.named.values():
-            yield from source.parameters()
 
     def recorded(self, record: Callable[[Source], Any]) -> "MergeSources":
         """Return the same sources, recorded."""
@@ -198,7 +187,7 @@ class MergeSources:
         )
         for index in self.models:
             part = state.sources[index]
-            self.parts[index].open(part, last_tokens)
+            self.parts[index].open(part, last_tokens, generator)
             draft.grown[index] = [Proposals(index) for _ in last_tokens]
             for row, proposals in zip(draft.proposals, draft.grown[index], strict=True):
                 row.append(proposals)
@@ -235,7 +224,7 @@ class MergeSources:
         ]
         takes_pass = any(numbers)
         if takes_pass:
-            self.parts[index].read(part, numbers)
+            self.parts[index].read(part, numbers, draft.generator)
         self._take_nodes(draft, index)
         return takes_pass
 

@@ -14,7 +14,7 @@ belong to places of the text (`RowSeeds`).
 
 import time
 from bisect import bisect, bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -128,6 +128,8 @@ class MergedDrafter(Drafter[MergedState, MergedProposal]):
         alone = ([index] for index in [*self.merge.searching, *self.merge.models])
         self._groups = [group for group in (self.merge.free, *alone) if group]
         self._pacers: dict[int, Pacer] = {}
+        self.tree_sizes = (self.max_nodes,) if config.pace == "fixed" else widths_up_to(self.max_nodes)
+        """Sizes of trees with `few_sizes`."""
 
     @property
     def sources(self) -> Mapping[str, Source]:
@@ -139,22 +141,14 @@ class MergedDrafter(Drafter[MergedState, MergedProposal]):
         return self.config.tree_nodes
 
     @property
-    def tree_sizes(self) -> Sequence[int]:
-        """Return the sizes of trees with `few_sizes`."""
-        return (self.max_nodes,) if self.config.pace == "fixed" else widths_up_to(self.max_nodes)
-
-    @property
     def feature_layers(self) -> tuple[int, ...]:
         return self.merge.feature_layers
 
     @property
     def context_length(self) -> int | None:
         """Most tokens of prompt and answer together; None if the target's limit suffices."""
-        return self.merge.context_length
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Return the trained weights of all sources."""
-        return self.merge.parameters()
+        lengths = [source.context_length for source in self.sources.values() if source.context_length is not None]
+        return min(lengths, default=None)
 
     def recorded(self, record: Callable[[Source], Any]) -> "MergedDrafter":
         """Return a drafter whose sources are recorded; both measure the same seconds."""

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from ...data.hub import use_hub
 from ..bounded_build import CANT_BE_BUILT
 from ..llm.config import TargetConfig
+from ..llm.gguf_files import folder_of
 from ..llm.hf_target import HFTarget
 from ..llm.identity import weights_digest
 from ..llm.loading import load_target
@@ -101,6 +102,7 @@ def weights_digest_at(path: str) -> str:
 
     Raises ValueError if there is no model.
     """
+    path = folder_of(path)
     if not Path(path).is_dir():
         use_hub()
     with loading_errors(f"drafter.path is {path}, and this model", path):

@@ -11,7 +11,7 @@ tokens per step and 1.48x, and prompt lookup, without a datastore, 1.75 and 1.66
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -144,10 +144,6 @@ class TrainingFreeDrafter(Drafter[FreeState, TextState], ABC):
     @property
     def max_nodes(self) -> int:
         return int(self.config.tree_nodes)
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Return the trained weights: none."""
-        return iter(())
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> FreeState:
         texts = [row[:length] for row, length in zip(prompts.input_ids.tolist(), prompts.lengths, strict=True)]

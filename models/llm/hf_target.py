@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ...data.manifest import TargetIdentity
 from ..decoding.protocols import Meanwhile
 from ..decoding.tree import DraftTree, accepted_path, chain_tree
-from ..decoding.types import AcceptedPath, Counts, Prompts, TargetOutput
+from ..decoding.types import AcceptedPath, Prompts, TargetOutput
 from ..machine import is_ours
 from .cuda_graphs import GraphedFunction, Recorder, SharedBuffer
 from .frozen_model import FrozenModel
@@ -302,10 +302,6 @@ class HFTarget(FrozenModel):
     def _keep_path_for_replay(self, entries: Int[torch.Tensor, "batch entry"], num_read: Int[torch.Tensor, " batch"]) -> None:
         """Do the device's part of `commit` for paths of any length."""
         self._require_cache().keep_on_device(entries, num_read, fixed=True)
-
-    def rewind(self, num_tokens: Counts) -> None:
-        """Remove the last `num_tokens` committed tokens of each row from the KV cache."""
-        self._require_cache().rewind(num_tokens)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch."""

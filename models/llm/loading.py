@@ -153,12 +153,12 @@ def ends_without_weights(config: TargetConfig) -> tuple[tuple[int, ...], int]:
 
 
 def _load_tokenizer(config: TargetConfig, needs_tokenizer: bool) -> PreTrainedTokenizerBase | None:
-    """Load the target's tokenizer; return None if it is absent and not needed."""
+    """Load the target's tokenizer; return None if it is absent and not needed. A damaged one isn't absent."""
     try:
         return load_tokenizer(config)
     except ValueError:
         _check_directory(config.name_or_path)
-        if needs_tokenizer:
+        if needs_tokenizer or _has_tokenizer(Path(config.name_or_path)):
             raise
         logger.info("%s has no tokenizer: nothing checks that a drafter was trained with the same one", config.name_or_path)
         return None

@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..decoding.tree import depths
+from ..decoding.types import NO_NODE
 from .split_attention import INDEXED, attend_split, split_mask, takes_our_attention
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -148,11 +149,11 @@ def tree_attention_mask(
     # 1. What each query adds to the scores of: the committed text (column 0), the last token (1),
     # the nodes (2 and up), unwritten columns (the last).
     hidden = hidden_score(dtype)
-    added = torch.full((batch, 1 + num_nodes, num_nodes + 3), hidden, dtype=dtype, device=lineage.device)
+    lines = pad(lineage, (0, 0, 1, 0), value=NO_NODE)[:, queries]  # the last token has no ancestors
+    added = torch.full((batch, lines.shape[1], num_nodes + 3), hidden, dtype=dtype, device=lineage.device)
     added[:, :, :2] = 0
     # NO_NODE is the last token's column, which all queries see anyway.
-    added[:, 1:, 1:].scatter_(2, lineage + 1, 0)
-    added = added[:, queries]
+    added[:, :, 1:].scatter_(2, lines + 1, 0)
     # 2. Look these scores up for each cache column. `offset` is 0 and less where text is committed.
     offset = torch.arange(1, extent + 1, device=lengths.device) - lengths[:, None]  # [batch, key]
     mask = added.gather(2, offset.clamp(0, num_nodes + 2)[:, None].expand(-1, added.shape[1], -1))

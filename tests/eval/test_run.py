@@ -656,13 +656,13 @@ def test_a_run_that_is_killed_in_its_audits_goes_on_with_the_next(run_tiny, tiny
     kept = json.loads((tmp_path / "audits.json").read_text())["audits"]
     assert kept
     rows = run_tiny(tmp_path, target)
-    assert [row["lossless"] for row in rows] == [True] * 3
+    assert not any(is_broken(row) or is_unproven(row) for row in rows), "processors round differently: some answers may differ"
     assert len(asked) == NUM_TURNS + 1, "each prompt once, and the third one again"
     audits = json.loads((tmp_path / "facts.json").read_text())["audits"]
     assert kept.items() <= audits.items()
 
     # A finished run has all audits, on every machine; one that is missing is made where the run began.
-    monkeypatch.setattr(audited, "audits", None)
+    monkeypatch.setattr(audited, "audits", lambda *_, **__: pytest.fail("audited again"))
     elsewhere = replace(describe_environment(target.device, target.linears), cpu="another")
     monkeypatch.setattr(run, "describe_environment", lambda *_: elsewhere)
     assert run_tiny(tmp_path, target) == rows

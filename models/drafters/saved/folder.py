@@ -169,7 +169,6 @@ def tensor_names(path: Path, called: str = "") -> list[str]:
 
 def read_weights(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Read the tensors of a file; check names, shapes and kinds of number by `expected`."""
-    tensor_names(path)
     tensors = safetensors.torch.load_file(path)
     raise_problems(path, shape_problems(tensors, expected) or infinite_problems(tensors))
     return tensors

@@ -192,7 +192,8 @@ def whole_drafter(folder: Path, resolve: Callable[[str], Path]) -> Path:
 
 def is_merged(folder: Path | None) -> bool:
     """Whether a folder is the cached drafter of a low-rank change."""
-    return folder is not None and folder.parent.parent.name == NAMESPACE
+    cache = Path(constants.HF_ASSETS_CACHE, "outrider", NAMESPACE).resolve()
+    return folder is not None and folder.resolve().parent.parent == cache
 
 
 def require_shared_base(folder: Path) -> None:

@@ -117,7 +117,7 @@ class DrafterParts:
     def split_options(self, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Split run-time options by the part that has them; those of the merged tree are at MERGE.
 
-        An option named after a part contains options of that part: `{suffix: {max_depth: 8}}`. All
+        An option named after a part contains options of that part: `{suffix: {depth: 8}}`. All
         others belong to the merged tree, or else to the trained part if there is one. Raises
         ValueError for an option that no part has.
         """

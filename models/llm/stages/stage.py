@@ -10,6 +10,7 @@ from typing import NoReturn
 import torch
 from jaxtyping import Int
 
+from ...decoding.tree import lineages_of
 from ...decoding.types import NO_NODE, Counts
 from ..linears import choose_linears
 from ..tree_cache import TreeCache
@@ -80,9 +81,7 @@ class Stage:
 
 def lineage_of(parents: Sequence[int]) -> Int[torch.Tensor, "1 node depth"]:
     """Return the lineage of a tree's nodes (see `DraftTree`)."""
-    lines: list[list[int]] = []
-    for node, parent in enumerate(parents):
-        lines.append([node] if parent == NO_NODE else [node, *lines[parent]])
+    lines = lineages_of(parents)
     depth = max(map(len, lines), default=0)
     padded = [[*line, *[NO_NODE] * (depth - len(line))] for line in lines]
     return torch.tensor(padded, dtype=torch.long).view(1, len(lines), depth)

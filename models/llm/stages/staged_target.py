@@ -9,7 +9,6 @@ keeps one of its entries (see `Window`), so no live entry reads a column that wa
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from torch import nn
 
 from ....data.manifest import TargetIdentity
 from ...decoding.protocols import Meanwhile
-from ...decoding.tree import DraftTree, accepted_path, chain_tree, empty_tree
-from ...decoding.types import NO_NODE, AcceptedPath, Counts, Prompts, TargetOutput
+from ...decoding.tree import DraftTree, accepted_path, chain_tree, depths_of, empty_tree
+from ...decoding.types import NO_NODE, AcceptedPath, Prompts, TargetOutput
 from ...decoding.window import DraftRun, Keep, PassAnswer, RunCounts, run_numbers
 from ..frozen_model import context_length
 from ..hf_target import HFTarget
@@ -119,10 +118,6 @@ class StagedTarget(HFTarget):
         entries = (0, *(node + 1 for node in accepted.host_nodes[0]))
         self._keep = Keep(entries=entries, num_committed=len(entries))
 
-    def rewind(self, num_tokens: Counts) -> None:
-        keep = self._keep or Keep(entries=(), num_committed=0)
-        self._keep = replace(keep, num_committed=keep.num_committed - num_tokens.host[0])
-
     def select(self, rows: Sequence[int]) -> None:
         assert set(rows) == {0}, "one text is decoded at a time"
 
@@ -207,9 +202,7 @@ class StagedTarget(HFTarget):
 
     def _positions(self, run: DraftRun) -> list[int]:
         """Return the positions of a run's new entries: the depth below the committed text."""
-        depths = [0]
-        for parent in run.parents:
-            depths.append(depths[0 if parent == NO_NODE else parent + 1] + 1)
+        depths = [0, *depths_of(run.parents)]
         # Tokens beyond the context window are never emitted; see `TreeReader.read`.
         return [min(self._length + depth, self._last_position) for depth in depths[run.num_read :]]
 

@@ -48,12 +48,3 @@ def test_the_empty_tree_has_neither_nodes_nor_depth():
 def test_tokens_and_parents_of_different_shapes_are_refused():
     with pytest.raises((ValueError, TypeCheckError)):
         DraftTree(tokens=torch.zeros(1, 3, dtype=torch.long), parents=torch.zeros(1, 2, dtype=torch.long), max_depth=1)
-
-
-def test_a_cut_tree_has_the_entries_and_origins_of_its_nodes_only():
-    tokens, parents = torch.tensor([[5, 6, 7, NO_NODE]]), torch.tensor([[NO_NODE, 0, 0, NO_NODE]])
-    extras = {"largest": torch.tensor(3), "entries": torch.tensor([[1, 3, 2, 0]]), "origins": ((1, 2, 3, 0),)}
-    tree = DraftTree(tokens=tokens, parents=parents, max_depth=2, **extras).trimmed()
-    assert tree.entries.tolist() == [[1, 3, 2]]
-    assert tree.origins == ((1, 2, 3),)
-    assert tree.lineage.tolist() == [[[0, NO_NODE], [1, 0], [2, 0]]]

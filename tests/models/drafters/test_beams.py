@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from outrider.models.decoding import DraftTree, empty_tree
+from outrider.models.decoding import DraftTree
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters.beams import (
     SearchTree,
@@ -153,10 +153,6 @@ def test_a_trimmed_tree_is_the_same_tree_with_less_padding(bucket: int):
     again = DraftTree(tokens=tree.tokens, parents=tree.parents, max_depth=tree.max_depth)
     assert torch.equal(again.lineage, tree.lineage)
     assert torch.equal(again.depths, tree.depths)
-
-
-def test_an_empty_tree_has_nothing_to_trim():
-    assert empty_tree(2, torch.device("cpu")).trimmed(4).num_nodes == 0
 
 
 def test_shared_prefixes_are_packed_once():

@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from outrider.models.decoding.growing_tree import UNREAD, GrowingTree
 from outrider.models.decoding.pacing import MAX_READS, NUM_TRIALS
 from outrider.models.decoding.tree import accepted_path, empty_tree
 from outrider.models.decoding.types import NO_NODE, TargetOutput
-from outrider.models.drafters import NullDrafter, make_training_free
+from outrider.models.drafters import NullDrafter, growing_draft, make_training_free
 from outrider.models.drafters.candidates import Candidates
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.growing_draft import MAX_CHILDREN, MAX_ENTRIES, GrowingModel
@@ -137,6 +138,22 @@ def test_answers_of_waiting_passes_are_those_of_plain_decoding(target, twin, wai
     drafter = policy(twin, tree_nodes=8)
     assert decode(target, drafter, ALL, num_new=16)[0] == plain
     assert decode(target, drafter, ALL, sampling, num_new=16, generator=seeds)[0] == sampled
+
+
+@pytest.mark.parametrize("rows", [ONE, ALL], ids=["one row", "three rows"])
+def test_a_growing_tree_foresees_the_draws(target, monkeypatch, rows):
+    """A model that knows the target's probabilities knows what it will draw, also from one step to the next."""
+    reader = HFTarget(deepcopy(target.model), target.tokenizer, target.identity)
+    rule, seeds = SpeculativeSampling(sampling=Sampling(temperature=1.0)), RowSeeds(range(len(rows)))
+    plain, _ = decode(target, NullDrafter(), rows, rule, generator=seeds)
+    accepted = []
+    for _ in range(2):
+        answers, steps = decode(target, steady(reader, num_reads=6, width=2), rows, rule, generator=seeds)
+        assert answers == plain
+        accepted.append(accepted_of(steps) / sum(len(step.rows) for step in steps[1:]))
+        monkeypatch.setattr(growing_draft, "foreseen", lambda logits, *_: logits)
+    assert accepted[0] > 2
+    assert accepted[0] > 1.5 * accepted[1]
 
 
 def test_answers_do_not_depend_on_the_clock(target, twin, waits):
@@ -274,9 +291,9 @@ def test_a_tree_grows_during_the_pass_and_saves_later_draft_passes(target, twin,
             count = [0, 0]
             read, grow_on = GrowingModel.read, Steady._grow_on
 
-            def counted(self, state, reads):
+            def counted(*arguments):
                 count[0] += 1
-                return read(self, state, reads)
+                return read(*arguments)
 
             def counted_meanwhile(self, draft, seconds):
                 before = count[0]
@@ -344,9 +361,9 @@ def test_a_drafter_that_never_drafts_reads_its_text_now_and_then(target, twin, m
     num_unread = []
     open_ = GrowingModel.open
 
-    def watched(self, state, last_tokens):
+    def watched(self, state, *arguments):
         num_unread.append(max(len(row.tokens) for row in state.rows))
-        open_(self, state, last_tokens)
+        open_(self, state, *arguments)
 
     monkeypatch.setattr(GrowingModel, "open", watched)
     assert decode(target, steady(twin, num_reads=-1), ALL)[0] == decode(target, NullDrafter(), ALL)[0]
@@ -414,7 +431,7 @@ def test_the_first_steps_read_the_root_only(target, twin):
     drafter, sizes = growing(twin), []
     read = GrowingModel.read
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(GrowingModel, "read", lambda self, state, reads: (sizes.append(reads), read(self, state, reads))[1])
+        patched.setattr(GrowingModel, "read", lambda self, state, reads, *_: (sizes.append(reads), read(self, state, reads))[1])
         decode(target, drafter, ONE, num_new=NUM_TRIALS)
     assert sizes == [[[NO_NODE]]] * len(sizes)
     assert sizes
@@ -423,7 +440,7 @@ def test_the_first_steps_read_the_root_only(target, twin):
 def test_a_pass_reads_at_most_so_many_nodes_and_parents_first(target, twin, monkeypatch):
     read, most = GrowingModel.read, 0
 
-    def watched(self, state, reads):
+    def watched(self, state, reads, *_):
         nonlocal most
         for row, nodes in zip(state.rows, reads, strict=True):
             assert len(nodes) <= MAX_READS

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import mean
+from typing import Any
 
 import pytest
 import torch
@@ -46,12 +47,12 @@ class Chain:
         cache = TreeCache(1, 1, 1, torch.device("cpu"))
         return GrowingText(cache=cache, rows=[GrowingRow(tokens=[RIGHT])])
 
-    def open(self, state: GrowingText, last_tokens: list[int]) -> None: ...
+    def open(self, state: GrowingText, last_tokens: list[int], generator: Any) -> None: ...
 
     def room(self, state: GrowingText) -> int:
         return MAX_NODES - len(self.truth)
 
-    def read(self, state: GrowingText, reads: list[list[int]]) -> None:
+    def read(self, state: GrowingText, reads: list[list[int]], generator: Any) -> None:
         ((node,),) = reads
         tree = state.rows[0].tree
         assert node == len(tree) - 1, "a chain has one unread node"

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from outrider.models.decoding import Prompts, TargetOutput
-from outrider.models.decoding.tree import DraftTree, accepted_path
+from outrider.models.decoding.tree import DraftTree, accepted_path, depths_of
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import make_training_free, recycling
-from outrider.models.drafters.candidates import Candidates, depths_of
+from outrider.models.drafters.candidates import Candidates
 from outrider.models.drafters.recycling import PRIOR, Recycling, RecyclingConfig
 
 VOCAB = 12

@@ -217,7 +217,7 @@ def test_keys_and_values_of_the_tree_are_those_of_a_fresh_read(target, twin, mon
     read, num_read, num_kept = growing_draft.GrowingModel.read, 0, 0
     pending: list[list[list[int]]] = []
 
-    def watched(self, state, reads):
+    def watched(self, state, reads, *_):
         pending.append([path_to(state.rows[0].tree, node) for node in reads[0]])
         return read(self, state, reads)
 

@@ -5,9 +5,10 @@ import random
 
 import pytest
 
+from outrider.models.decoding.tree import depths_of
 from outrider.models.drafters import make_training_free
 from outrider.models.drafters import suffix as suffix_module
-from outrider.models.drafters.candidates import Candidates, depths_of
+from outrider.models.drafters.candidates import Candidates
 from outrider.models.drafters.suffix import Suffix, SuffixConfig
 
 

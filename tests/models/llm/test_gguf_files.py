@@ -19,9 +19,11 @@ from outrider.data.files import partial_directory, sha256_file
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import load_drafter
 from outrider.models.drafters.saved.folder import read_drafter_config, require_fitting_target, require_recorded_weights
+from outrider.models.drafters.small_models import weights_digest_at
 from outrider.models.llm import gguf_files
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.gguf_files import find_gguf, folder_of
+from outrider.models.llm.identity import weights_digest
 from outrider.models.llm.loading import identify_without_weights, load_target, load_tokenizer
 
 SHIPPED = Path(gguf_files.__file__).parents[1] / "smollm2_redrafter"
@@ -148,6 +150,7 @@ def test_a_file_is_converted_once_wherever_it_lies(
     assert load_tokenizer(TargetConfig(name_or_path=str(alone))).chat_template
     facts = read_target_facts(str(moved), None)
     assert (facts.num_layers, facts.name_or_path) == (2, str(moved))
+    assert weights_digest_at(str(alone)) == weights_digest_at(str(moved)) == weights_digest(folder, None), "a draft model, too"
     streamed = load_target(TargetConfig(name_or_path=str(moved), dtype="float32", memory_budget_gib=1.0), CPU)
     assert streamed.identity == load_target(TargetConfig(name_or_path=folder, dtype="float32"), CPU).identity
 

@@ -139,6 +139,13 @@ def test_a_target_without_tokenizer_files_loads_where_none_is_needed(copy):
         load_target(config(copy))
 
 
+def test_a_damaged_tokenizer_is_not_an_absent_one(copy):
+    """Else a drafter would be saved without the tokenizer's digest, which later loads compare."""
+    (copy / "tokenizer.json").write_text('{"version": "1.0", ')
+    with pytest.raises(ValueError, match="tokenizer"):
+        load_target(config(copy), needs_tokenizer=False)
+
+
 def test_impossible_settings_are_refused():
     with pytest.raises(ValueError, match="must be one of"):
         TargetConfig(name_or_path="x", dtype="int3")

@@ -109,16 +109,6 @@ def test_a_commit_rides_on_the_next_run(whole: HFTarget, staged: StagedTarget) -
     require_logits(whole, output.logits[0], [ROOT, 20, 40], [ROOT, 20, 40, 41])
 
 
-def test_a_rewound_commit_is_forgotten(whole: HFTarget, staged: StagedTarget) -> None:
-    tree = chain_tree(torch.tensor([[20, 21]]))
-    for _ in range(2):
-        output = staged.verify(torch.tensor([ROOT]), tree)
-        require_logits(whole, output.logits[0], [ROOT], [ROOT, 20], [ROOT, 20, 21])
-        accepted = accepted_path(tree, [[0]])
-        staged.commit(tree, accepted)
-        staged.rewind(accepted.num_accepted + 1)
-
-
 Cancel = Callable[[StagedTarget, DraftRun], None]
 
 
