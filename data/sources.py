@@ -219,7 +219,19 @@ def describe_drops(dropped: Counter[str]) -> str:
 def _conversations(
     config: DataConfig, dropped: Counter[str], notes: Counter[str], is_rendered: IsRendered | None, unanswered: bool
 ) -> Iterator[tuple[int, Conversation]]:
-    """Yield the conversations of all sources, each with the number of its source."""
+    """Yield the conversations of all sources, with unique ids, each with the number of its source."""
+    ids = set[str]()
+    for number, conversation in _of_sources(config, dropped, notes, is_rendered, unanswered):
+        id = conversation.id
+        while id in ids:  # files of two sources may have the same name
+            id = f"{id}@{number}"
+        ids.add(id)
+        yield number, conversation if id == conversation.id else replace(conversation, id=id)
+
+
+def _of_sources(
+    config: DataConfig, dropped: Counter[str], notes: Counter[str], is_rendered: IsRendered | None, unanswered: bool
+) -> Iterator[tuple[int, Conversation]]:
     cuts = Cuts(seed=config.seed, prompt_chars=(config.prompt_chars[0], config.prompt_chars[1]))
     seen = set[str]()
     for number, source in enumerate(config.all_sources):
