@@ -237,17 +237,22 @@ def require_plain_labels(target: HFTarget) -> None:
         )
 
 
+def require_window(target: HFTarget, num_tokens: int) -> None:
+    """Raise ValueError if texts of up to `num_tokens` tokens, decoded labels included, exceed the context window."""
+    if num_tokens > target.context_length:
+        raise ValueError(
+            f"a text and its labels take up to {num_tokens} tokens, but the target's context window has "
+            f"{target.context_length}: lower data.max_length by at least {num_tokens - target.context_length}"
+        )
+
+
 def require_branch_attention(target: HFTarget, num_tokens: int) -> None:
     """Raise ValueError if texts of up to `num_tokens` tokens can't be labelled correctly.
 
     `num_tokens` includes the continuation. Besides the configuration, this tests that branches of a
     short text have the same hidden states as plain forward passes.
     """
-    if num_tokens > target.context_length:
-        raise ValueError(
-            f"a text and its continuation take up to {num_tokens} tokens, but the target's context window has "
-            f"{target.context_length}: lower data.max_length by at least {num_tokens - target.context_length}"
-        )
+    require_window(target, num_tokens)
     require_plain_scores(target.model)
     windows = [window for window in attention_kinds(target.model).values() if window is not None and window < num_tokens]
     try:
