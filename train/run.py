@@ -17,6 +17,7 @@ from .processes import require_supported_launch
 from .records import require_tracker
 from .results import describe_run, is_trained, save_results, take_over_options
 from .setup import set_up
+from .validation import require_texts_for_all
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ def train(
     require_supported_launch(accelerator)
     require_tracker(config)
     require_whole_weights(config, accelerator)
+    require_texts_for_all(config, accelerator, tensor_parallel=target.tensor_parallel)
     config = with_accumulation(config, accelerator.num_processes)
     manifest = label_store(shards_dir).load()
     manifest.require_target(target.identity)
