@@ -235,6 +235,15 @@ def test_a_changed_option_is_an_error_unless_it_has_no_effect_on_training(run_tr
         run_train(seed=1)
 
 
+def test_a_summary_without_the_number_of_processes_is_of_another_run(run_train: RunTrain) -> None:
+    path = run_train().train_dir / "summary.json"
+    summary = json.loads(path.read_text())
+    del summary["run"]["num_processes"]
+    path.write_text(json.dumps(summary))
+    with pytest.raises(ValueError, match=r"summary\.json belongs to a run .* num_processes \(was None, is 1\)"):
+        run_train()
+
+
 def test_a_loss_that_is_not_finite_is_an_error_with_step_and_texts(run_train: RunTrain, spy: Any) -> None:
     spy.on_loss = staticmethod(lambda call, batch: float("nan") if call == 4 else 0.0)
     with pytest.raises(
