@@ -77,7 +77,6 @@ def label_continuations(
     wanted: Bool[torch.Tensor, "batch seq"],
     *,
     horizon: int,
-    prune: bool = True,
     feature_layers: tuple[int, ...] = (),
     top_k: int | None = None,
     sampled: SampledLabels | None = None,
@@ -90,9 +89,8 @@ def label_continuations(
     is UNKNOWN at positions that aren't wanted, and after a stop token, which is itself a label.
 
     Also returns the last hidden states, the inputs of `feature_layers`, and the `top_k` top tokens
-    of every needed position. `prune=False` decodes every wanted position; the labels are the same.
-    Without `branches` nothing is decoded, and the label of a position where the target disagrees with the
-    text ends after its first token. So it is with `read`, states that another program computed.
+    of every needed position. Without `branches` nothing is decoded, and the label of a position where the
+    target disagrees with the text ends after its first token. So it is with `read`, states that another program computed.
 
     What is decoded is decided on the host, which the texts may be on. So the host waits for the first
     tokens, and for each further token except the last one. It also reads the texts if they are on the
@@ -110,7 +108,7 @@ def label_continuations(
     host_first = first.cpu().numpy()
     agrees = np.zeros_like(texts.wanted)
     agrees[:, :-1] = (host_first[:, :-1] == texts.input_ids[:, 1:]) & texts.is_token[:, 1:]
-    borrows = agrees & ~np.isin(host_first, target.stop_ids) if prune else np.zeros_like(agrees)
+    borrows = agrees & ~np.isin(host_first, target.stop_ids)
     depth = _needed_depth(texts.wanted, borrows, horizon)
 
     # 3. Decode the other positions as branches, and fill in borrowed tokens.
