@@ -59,6 +59,7 @@ from ..train.processes import make_accelerator, require_supported_launch
 from ..train.records import require_tracker
 from ..train.results import CHECKPOINTS_DIR
 from ..train.run import train
+from ..train.validation import require_texts_for_all
 from .config import RunConfig
 from .errors import COMMAND_VARIABLE, silence_bars
 from .export_stage import PACKAGE_FOLDER, describe_unexportable, export, require_exportable
@@ -93,6 +94,7 @@ def run(config: RunConfig, *, plan: bool = False) -> None:
     for drafter in config.drafter_runs() if "train" in config.stages else ():
         with_accumulation(drafter.train, accelerator.num_processes)  # raises before any long work
         require_whole_weights(drafter.train, accelerator)
+        require_texts_for_all(drafter.train, accelerator, tensor_parallel=config.target.tensor_parallel)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     configure_logging(accelerator.is_main_process)

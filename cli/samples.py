@@ -13,7 +13,7 @@ from jaxtyping import Int
 from tqdm import tqdm
 
 from ..data.collate import collate
-from ..data.types import UNKNOWN, DistilledExample, DrafterBatch, Example, TargetReads
+from ..data.types import DistilledExample, DrafterBatch, Example, TargetReads
 from ..distill.config import DistillConfig
 from ..distill.label.run import LabellingStats, label_shard
 from ..distill.plan import total
@@ -25,7 +25,7 @@ from ..models.drafters.registry import DrafterSpec
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.tensor_parallel import agreed
 from ..models.machine import synchronize
-from ..train.batches import PAD_ID, target_reads, with_hidden_states
+from ..train.batches import PAD_ID, count_tokens, target_reads, with_hidden_states
 from ..train.config import TrainConfig
 from ..train.parallel import make_anchor, tensor_float32
 from ..train.setup import LossModule, make_objective, make_optimizer, new_drafter
@@ -201,9 +201,3 @@ def draw_batch(config: TrainConfig, examples: Sequence[DistilledExample], reads:
         reads=stored,
         packing=config.packing,
     )
-
-
-def count_tokens(examples: Sequence[DistilledExample], vocab_size: int) -> Int[torch.Tensor, " vocab"]:
-    """Count the tokens of the labels."""
-    labels = torch.cat([example.continuations.flatten() for example in examples])
-    return labels[labels != UNKNOWN].bincount(minlength=vocab_size)

@@ -76,21 +76,13 @@ def use_chat_template(
         )
 
 
-class RejectedPromptError(ValueError):
-    """A prompt for which the chat template raises an error of its own, `reason`."""
-
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
 def encode_prompt(
     turns: Sequence[Turn], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
 ) -> Int[torch.Tensor, "1 seq"]:
     """Return the ids of a conversation and the start of the assistant's next turn.
 
-    Raises RejectedPromptError if the chat template rejects it. Raises ValueError if the template fails
-    for it or exceeds the bounds of rendering, or as `require_template` does.
+    Raises ValueError if the chat template rejects it, fails for it or exceeds the bounds of rendering, or as
+    `require_template` does.
     """
     template = ChatTemplate(tokenizer)
     try:
@@ -98,11 +90,10 @@ def encode_prompt(
     except UnboundedTemplateError:
         raise
     except TEMPLATE_ERRORS as error:
-        message = (
+        raise ValueError(
             f"{template} fails for a prompt of {len(turns)} turns ({describe_error(error)}); correct it, or "
             "set data.chat_template (--chat-template) to another"
-        )
-        raise (RejectedPromptError(message, str(error)) if isinstance(error, TemplateError) else ValueError(message)) from error
+        ) from error
     input_ids: torch.Tensor = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
     return input_ids
 

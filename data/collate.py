@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 
 import torch
 from jaxtyping import Bool, Int, Shaped
@@ -78,12 +79,11 @@ def packed(lengths: Sequence[int]) -> Layout:
 
 
 def _balanced(lengths: Sequence[int], num_rows: int) -> Layout:
-    used = [0] * num_rows
+    used = [(0, row) for row in range(num_rows)]  # a heap: the shortest row first, and of equal ones the first
     rows, columns = [0] * len(lengths), [0] * len(lengths)
     for text in sorted(range(len(lengths)), key=lambda text: -lengths[text]):
-        row = used.index(min(used))
-        rows[text], columns[text] = row, used[row]
-        used[row] += lengths[text]
+        columns[text], rows[text] = used[0]
+        heapreplace(used, (columns[text] + lengths[text], rows[text]))
     return Layout(lengths=tuple(lengths), rows=tuple(rows), columns=tuple(columns))
 
 

@@ -60,7 +60,7 @@ class BaseManifest:
 
     `target_dtype` is the target's compute type. `data_sha256` is a digest of the data in order.
     `plan_sha256` is a digest of the assignment of data to shards. `complete` is False until every
-    shard exists. No field has a default: reading a file that lacks one raises ValueError.
+    shard exists. Reading a file that lacks a field without a default raises ValueError.
     """
 
     format_version: int
@@ -118,6 +118,7 @@ class Manifest(BaseManifest):
     top_logprobs: int | None
     sampling: LabelSampling | None
     branches: bool = True
+    """Manifests of earlier versions lack it, and their labels have branches."""
 
     def __post_init__(self) -> None:
         if self.format_version != FORMAT_VERSION:

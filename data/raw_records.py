@@ -155,7 +155,7 @@ def _whole_file(text: str, path: Path, line_number: int, broken: Counter[str] | 
     except ValueError:
         if broken is None:
             raise
-        for line in filter(str.strip, text.splitlines()):
+        for line in filter(str.strip, text.split("\n")):
             yield from _of_line(line, path, line_number, broken)
     else:
         yield from value if isinstance(value, list) else _unpacked(value)

@@ -73,11 +73,11 @@ def write_shard(directory: Path, index: int, examples: list[DistilledExample]) -
     )
 
 
-def verify_shards(directory: Path, manifest: Manifest) -> None:
-    """Raise ValueError if the manifest is incomplete, or a shard is damaged."""
+def verify_shards(directory: Path, manifest: Manifest, *, rank: int = 0, num_processes: int = 1) -> None:
+    """Raise ValueError if the manifest is incomplete, or a shard of this process's share is damaged."""
     if not manifest.complete:
         raise ValueError(f"the distillation in {directory} is not complete; run the stage distill again to resume it")
-    for entry in manifest.shards:
+    for entry in manifest.shards[rank::num_processes]:
         label_store(directory).verify(entry)
 
 

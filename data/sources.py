@@ -16,7 +16,7 @@ from tqdm import tqdm
 from .config import TRAFFIC, DataConfig, DataSource, Split
 from .conversations import NO_ANSWER, Conversation, has_surrogate, is_unanswered
 from .forms import FORMS, ID_KEYS, form_of
-from .raw_records import SUFFIXES, SURE_SUFFIXES, is_local, load_records, local_files
+from .raw_records import NOT_JSON, SUFFIXES, SURE_SUFFIXES, is_local, load_records, local_files
 from .stdlib import TASK, Cuts, code_conversations, cut_text, read_source
 from .suites import PromptSet
 
@@ -118,7 +118,7 @@ def load_conversations(
         if not is_drawn or sum(counts) <= KEPT:
             kept.append((number, conversation))
     if not any(counts):
-        raise ValueError(_no_conversation(config, dropped))
+        raise ValueError(_no_conversation(config, dropped + Counter({NOT_JSON: notes[NOT_JSON]})))
     _log_notes(config, counts, notes)
     # 2. Draw, and read again what memory doesn't hold.
     conversations = [conversation for _, conversation in kept]
@@ -192,7 +192,7 @@ def _no_conversation(config: DataConfig, dropped: Counter[str]) -> str:
     remedy = "Check that data.source names the form of its records"
     for source in config.all_sources:
         if source.source in FORMS and source.path is not None and (source.source != "text" or has_records(source.path)):
-            other = form_of(list(islice(_records(source, source.path), NUM_CHECKED)))
+            other = form_of(list(islice(_records(source, source.path, Counter()), NUM_CHECKED)))
             if other not in (None, source.source):
                 remedy = f"Its records have the form {other!r}: data.source={other}"
     names = ", ".join(repr(source.source) for source in config.all_sources)
@@ -206,7 +206,7 @@ def require_data(config: DataConfig) -> None:
     """
     for source in config.all_sources:
         if source.path is not None and (source.source != "text" or has_records(source.path)):
-            next(iter(_records(source, source.path)))
+            next(iter(_records(source, source.path, Counter())), None)
 
 
 def describe_drops(dropped: Counter[str]) -> str:
@@ -219,7 +219,19 @@ def describe_drops(dropped: Counter[str]) -> str:
 def _conversations(
     config: DataConfig, dropped: Counter[str], notes: Counter[str], is_rendered: IsRendered | None, unanswered: bool
 ) -> Iterator[tuple[int, Conversation]]:
-    """Yield the conversations of all sources, each with the number of its source."""
+    """Yield the conversations of all sources, with unique ids, each with the number of its source."""
+    ids = set[str]()
+    for number, conversation in _of_sources(config, dropped, notes, is_rendered, unanswered):
+        id = conversation.id
+        while id in ids:  # files of two sources may have the same name
+            id = f"{id}@{number}"
+        ids.add(id)
+        yield number, conversation if id == conversation.id else replace(conversation, id=id)
+
+
+def _of_sources(
+    config: DataConfig, dropped: Counter[str], notes: Counter[str], is_rendered: IsRendered | None, unanswered: bool
+) -> Iterator[tuple[int, Conversation]]:
     cuts = Cuts(seed=config.seed, prompt_chars=(config.prompt_chars[0], config.prompt_chars[1]))
     seen = set[str]()
     for number, source in enumerate(config.all_sources):
@@ -252,8 +264,7 @@ def _parsed(
     assert source.source is not None  # DataSource has checked it
     parse, place = FORMS[source.source].parse, Path(path)
     name = place.name if place.exists() or not has_magic(path) else place.parent.name or "data"  # of a pattern, its folder's
-    # A log is written while it is read, or was cut.
-    for index, record in enumerate(_records(source, path, notes if source.source == TRAFFIC else None)):
+    for index, record in enumerate(_records(source, path, notes)):
         conversation = parse(record, notes)
         if isinstance(conversation, str):
             dropped[conversation] += 1
@@ -264,9 +275,11 @@ def _parsed(
             yield replace(conversation, id=id, source=path)
 
 
-def _records(source: DataSource, path: str, broken: Counter[str] | None = None) -> Iterable[Any]:
+def _records(source: DataSource, path: str, notes: Counter[str]) -> Iterable[Any]:
+    """Read the records of a source; `notes` count what can't be read of a log."""
     if is_local(path):
-        return load_records(path, broken=broken)
+        # A log is written while it is read, or was cut.
+        return load_records(path, broken=notes if source.source == TRAFFIC else None)
     try:
         return load_records(path, split=source.split, subset=source.subset, file=source.file, revision=source.revision)
     except ValueError as error:

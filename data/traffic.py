@@ -81,7 +81,7 @@ PRIVATE: tuple[tuple[str, re.Pattern[str], Callable[[re.Match[str]], bool]], ...
         ("e-mail", r"[\w.+-]{1,64}@(?:[\w-]{1,63}\.){1,5}[A-Za-z]{2,24}\b(?!\()", None),
         ("address", r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.]*\d)", _is_address),
         ("address", r"(?<![\w:.])(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?![\w:])", _is_address),
-        ("number", r"(?i)\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){3,7}(?: ?[A-Z0-9]{1,3})?\b", _is_account),
+        ("number", r"(?ai)\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){3,7}(?: ?[A-Z0-9]{1,3})?\b", _is_account),
         ("number", r"(?<![\w.])[1-9](?:[ -]?\d){12,18}(?![\w.]*\d)", _is_card),
         ("number", r"(?<!\w)\+[1-9](?:[ ()./-]{0,2}\d){7,14}(?!\d)", None),
         ("key", r"(?<![0-9A-Za-z])(?:0x)?[0-9a-fA-F]{32,}+(?![0-9A-Za-z])", None),
@@ -263,7 +263,8 @@ def _body(value: Any) -> Any:
         with suppress(ValueError, RecursionError):
             if value.startswith("{"):
                 return _body(json.loads(value))
-            lines = [line[5:].strip() for line in value.splitlines() if line.startswith("data:")]
+            # str.splitlines would also split at U+2028 and other separators, which JSON may have inside a text.
+            lines = [line[5:].strip() for line in re.split(r"[\r\n]+", value) if line.startswith("data:")]
             if lines:
                 return [piece for line in lines if (piece := _parsed(line)) is not None]
     while isinstance(value, dict) and "messages" not in value and "choices" not in value:

@@ -7,7 +7,7 @@ reads the same texts under any division into processes and micro-batches. A run 
 more or fewer texts per step continues at the position that it had reached.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
@@ -166,9 +166,14 @@ def count_label_tokens(shards_dir: Path, manifest: Manifest, vocab_size: int) ->
     """Count how often each token occurs in the continuations. Reads every shard."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for entry in manifest.shards:
-        for example in read_shard(shards_dir, entry, TOKENS_ONLY):
-            counts += example.continuations[example.continuations != UNKNOWN].bincount(minlength=vocab_size)
+        counts += count_tokens(read_shard(shards_dir, entry, TOKENS_ONLY), vocab_size)
     return counts
+
+
+def count_tokens(examples: Sequence[DistilledExample], vocab_size: int) -> Int[torch.Tensor, " vocab"]:
+    """Count the tokens of the labels."""
+    labels = torch.cat([example.continuations.flatten() for example in examples])
+    return labels[labels != UNKNOWN].bincount(minlength=vocab_size)
 
 
 def target_reads(drafter: TrainableDrafter, objective: Objective) -> TargetReads:

@@ -238,17 +238,13 @@ def _damaged(checkpoint: Path, reason: object) -> ValueError:
 
 
 def _require_readable(checkpoint: Path, marker: Marker, accelerator: Accelerator) -> None:
-    """Raise ValueError for a checkpoint that this launch can't load."""
-    here = sharded_by(accelerator)
-    if marker.sharded_by != here:
-        problem = f"was written by {marker.sharded_by or 'one process for all'}, and this launch uses {here or 'neither'}"
-        remedy = "Launch it as it was launched before"
-    elif here is not None and marker.num_processes != accelerator.num_processes:
-        problem = f"is in {marker.num_processes} parts by {here}, and there are {accelerator.num_processes} processes now"
-        remedy = "Launch as many processes as before; only a run that isn't sharded can resume with another number"
-    else:
-        return
-    raise ValueError(f"the checkpoint {checkpoint} {problem}. {remedy}")
+    """Raise ValueError for a checkpoint that this launch can't load; `is_trained` compares the kind of sharding."""
+    if marker.sharded_by is not None and marker.num_processes != accelerator.num_processes:
+        raise ValueError(
+            f"the checkpoint {checkpoint} is in {marker.num_processes} parts by {marker.sharded_by}, and there are "
+            f"{accelerator.num_processes} processes now. Launch as many processes as before; only a run that isn't sharded can "
+            "resume with another number"
+        )
 
 
 def read_marker(checkpoint: Path) -> Marker:

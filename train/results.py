@@ -5,6 +5,7 @@ import json
 import logging
 import shutil
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from ..data.fields import differences, name_digests
 from ..data.files import (
     atomic_write_bytes,
     finish_replacing,
-    partial_directory,
     read_dataclass,
     replacing_directory,
     sha256_file,
@@ -72,23 +72,21 @@ class Best:
         self._measured.append((step, validation["validation_tokens_per_step"]))
         self.validation = dict(validation)
 
-    def keep(self, drafter: TrainableDrafter) -> bool:
+    def keep(self, drafter: TrainableDrafter) -> None:
         """Save the drafter to the folder, unless the one there is better.
 
-        Returns whether it was saved. To be called by the main process only. Of two equal drafters
-        the later one is kept, since it has learned more. A drafter without tokens per step is not
-        saved.
+        To be called by the main process only. Of two equal drafters the later one is kept, since it has
+        learned more. A drafter without tokens per step is not saved.
         """
         step, tokens_per_step = self._measured[-1]
         kept = self.record()
         if tokens_per_step is None or (kept is not None and kept.tokens_per_step > tokens_per_step):
-            return False
+            return
         assert self.validation is not None
         record = BestRecord(step=step, tokens_per_step=tokens_per_step, validation=self.validation)
         with replacing_directory(self.directory) as folder:
             save_drafter(drafter, folder, self._target)
             write_json(folder / RECORD_FILE, asdict(record))
-        return True
 
     def record(self) -> BestRecord | None:
         """The record of the drafter in the folder, or None without a drafter.
@@ -102,8 +100,7 @@ class Best:
     def clear(self) -> None:
         """Remove the folder, for a run that starts from step 0."""
         finish_replacing(self.directory)
-        for path in (self.directory, partial_directory(self.directory)):
-            shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     @property
     def latest(self) -> tuple[int, float] | None:
@@ -339,9 +336,8 @@ def _require_same_run(before: Mapping[str, Any], now: Mapping[str, Any], where: 
         del changes["train.steps"]
     elif "train.steps" in changes:
         changes["train.steps"] += ": a training can get more steps, but not fewer"
-    # The description of another version may lack a division.
-    if changes.keys() <= DIVISION_KEYS and Division.of(now).may_follow(Division.of(before)):
-        return
-    if changes:
-        texts = name_digests(changes, DIGESTS)
-        raise ValueError(f"{where} belongs to a run with another configuration: {'; '.join(texts)}. {remedy}")
+    with suppress(KeyError):  # the description of another version may lack a division
+        if changes.keys() <= DIVISION_KEYS and Division.of(now).may_follow(Division.of(before)):
+            return
+    texts = name_digests(changes, DIGESTS)
+    raise ValueError(f"{where} belongs to a run with another configuration: {'; '.join(texts)}. {remedy}")

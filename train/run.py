@@ -4,8 +4,10 @@ import logging
 from pathlib import Path
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from ..data.chat import template_digest
+from ..data.manifest import Manifest
 from ..data.shards import label_store, verify_shards
 from ..models.drafters.registry import DrafterSpec
 from ..models.llm.hf_target import HFTarget
@@ -17,6 +19,7 @@ from .processes import require_supported_launch
 from .records import require_tracker
 from .results import describe_run, is_trained, save_results, take_over_options
 from .setup import set_up
+from .validation import require_texts_for_all
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,7 @@ def train(
     require_supported_launch(accelerator)
     require_tracker(config)
     require_whole_weights(config, accelerator)
+    require_texts_for_all(config, accelerator, tensor_parallel=target.tensor_parallel)
     config = with_accumulation(config, accelerator.num_processes)
     manifest = label_store(shards_dir).load()
     manifest.require_target(target.identity)
@@ -55,7 +59,7 @@ def train(
         logger.info("the drafter in %s is already trained", drafter_dir)
         return
     # 2. The training, from its last checkpoint if there is one.
-    verify_shards(shards_dir, manifest)
+    require_whole_shards(shards_dir, manifest, accelerator)
     training = set_up(config, spec, target, shards_dir, manifest, run, output_dir, accelerator)
     fit(training, start=resume(training))
     # 3. The drafter's folder and the summary. All processes take part in gathering the weights.
@@ -81,3 +85,16 @@ def train(
             logger.info("trained %s in %.0f s", drafter_dir, training.meter.seconds)
     accelerator.wait_for_everyone()
     accelerator.free_memory()
+
+
+def require_whole_shards(shards_dir: Path, manifest: Manifest, accelerator: Accelerator) -> None:
+    """Raise ValueError, in all processes, if the shards are incomplete or damaged. Each process reads a share of them."""
+    problem: Exception | None = None
+    try:
+        verify_shards(shards_dir, manifest, rank=accelerator.process_index, num_processes=accelerator.num_processes)
+    except (ValueError, OSError) as error:
+        problem = error
+    # A process that continued alone would wait for the others.
+    for failure in gather_object([problem]):
+        if failure is not None:
+            raise failure

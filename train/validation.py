@@ -29,10 +29,18 @@ from ..models.drafters.objective import Loss, Objective
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.tensor_parallel import Worker
 from .batches import PAD_ID, TextLocation, derived_seed, target_reads, with_hidden_states
+from .config import TrainConfig
 from .metrics import LOSS_FIELDS, add_losses, summarize
 
 SHARDS_READ = 4
 """Least number of shards from which held-out texts are taken."""
+
+
+def require_texts_for_all(config: TrainConfig, accelerator: Accelerator, *, tensor_parallel: bool) -> None:
+    """Raise ValueError if there are held-out texts, and fewer than processes that measure with them."""
+    texts, num_workers = config.validation_texts, Worker.of(accelerator, tensor_parallel=tensor_parallel).num_workers
+    if 0 < texts < num_workers:
+        raise ValueError(f"train.validation_texts is {texts}, fewer than the {num_workers} processes; raise it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +69,7 @@ def hold_out(shards_dir: Path, manifest: Manifest, count: int, *, seed: int, max
     random = Random(derived_seed(seed, "validation"))
     # Only from a few shards, drawn at random, because reading a shard takes time.
     per_shard = math.ceil(count / min(SHARDS_READ, len(manifest.shards)))
-    held_out: list[HeldOut] = []
+    held_out, left = list[HeldOut](), list[HeldOut]()
     for shard in random.sample(range(len(manifest.shards)), len(manifest.shards)):
         usable = []
         for row, distilled in enumerate(read_shard(shards_dir, manifest.shards[shard], TOKENS_ONLY)):
@@ -69,13 +77,19 @@ def hold_out(shards_dir: Path, manifest: Manifest, count: int, *, seed: int, max
             if len(wanted) and int(wanted[0]) < max_prompt_tokens:
                 prompt = distilled.example.input_ids[: int(wanted[0]) + 1]
                 usable.append(HeldOut(location=(shard, row), prompt=prompt))
-        held_out += random.sample(usable, min(per_shard, count - len(held_out), len(usable)))
+        chosen = random.sample(usable, min(per_shard, count - len(held_out), len(usable)))
+        held_out += chosen
         if len(held_out) == count:
             return held_out
+        taken = {text.location for text in chosen}
+        left += [text for text in usable if text.location not in taken]
+    # Some shards have fewer than their share.
+    missing = count - len(held_out)
+    if missing <= len(left):
+        return held_out + random.sample(left, missing)
     raise ValueError(
-        f"train.validation_texts is {count}, and only {len(held_out)} have a prompt of at most {max_prompt_tokens} tokens "
-        f"with an answer after it (and at most {per_shard} are taken of a shard); lower train.validation_texts or "
-        "train.validation_tokens"
+        f"train.validation_texts is {count}, and only {len(held_out) + len(left)} have a prompt of at most {max_prompt_tokens} "
+        "tokens with an answer after it; lower train.validation_texts or train.validation_tokens"
     )
 
 
@@ -121,10 +135,7 @@ class Validator:
         accelerator: Accelerator,
     ) -> None:
         self._worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel)
-        if len(held_out) < self._worker.num_workers:
-            raise ValueError(
-                f"train.validation_texts is {len(held_out)}, fewer than the {accelerator.num_processes} processes; raise it"
-            )
+        assert len(held_out) >= self._worker.num_workers, "`require_texts_for_all` has checked it"
         self._prompts = [text.prompt.to(target.device) for text in held_out]
         self._mine = range(self._worker.index, len(held_out), self._worker.num_workers)
         self._target = target

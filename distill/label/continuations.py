@@ -77,7 +77,6 @@ def label_continuations(
     wanted: Bool[torch.Tensor, "batch seq"],
     *,
     horizon: int,
-    prune: bool = True,
     feature_layers: tuple[int, ...] = (),
     top_k: int | None = None,
     sampled: SampledLabels | None = None,
@@ -90,9 +89,8 @@ def label_continuations(
     is UNKNOWN at positions that aren't wanted, and after a stop token, which is itself a label.
 
     Also returns the last hidden states, the inputs of `feature_layers`, and the `top_k` top tokens
-    of every needed position. `prune=False` decodes every wanted position; the labels are the same.
-    Without `branches` nothing is decoded, and the label of a position where the target disagrees with the
-    text ends after its first token. So it is with `read`, states that another program computed.
+    of every needed position. Without `branches` nothing is decoded, and the label of a position where the
+    target disagrees with the text ends after its first token. So it is with `read`, states that another program computed.
 
     What is decoded is decided on the host, which the texts may be on. So the host waits for the first
     tokens, and for each further token except the last one. It also reads the texts if they are on the
@@ -110,7 +108,7 @@ def label_continuations(
     host_first = first.cpu().numpy()
     agrees = np.zeros_like(texts.wanted)
     agrees[:, :-1] = (host_first[:, :-1] == texts.input_ids[:, 1:]) & texts.is_token[:, 1:]
-    borrows = agrees & ~np.isin(host_first, target.stop_ids) if prune else np.zeros_like(agrees)
+    borrows = agrees & ~np.isin(host_first, target.stop_ids)
     depth = _needed_depth(texts.wanted, borrows, horizon)
 
     # 3. Decode the other positions as branches, and fill in borrowed tokens.
@@ -237,17 +235,22 @@ def require_plain_labels(target: HFTarget) -> None:
         )
 
 
+def require_window(target: HFTarget, num_tokens: int) -> None:
+    """Raise ValueError if texts of up to `num_tokens` tokens, decoded labels included, exceed the context window."""
+    if num_tokens > target.context_length:
+        raise ValueError(
+            f"a text and its labels take up to {num_tokens} tokens, but the target's context window has "
+            f"{target.context_length}: lower data.max_length by at least {num_tokens - target.context_length}"
+        )
+
+
 def require_branch_attention(target: HFTarget, num_tokens: int) -> None:
     """Raise ValueError if texts of up to `num_tokens` tokens can't be labelled correctly.
 
     `num_tokens` includes the continuation. Besides the configuration, this tests that branches of a
     short text have the same hidden states as plain forward passes.
     """
-    if num_tokens > target.context_length:
-        raise ValueError(
-            f"a text and its continuation take up to {num_tokens} tokens, but the target's context window has "
-            f"{target.context_length}: lower data.max_length by at least {num_tokens - target.context_length}"
-        )
+    require_window(target, num_tokens)
     require_plain_scores(target.model)
     windows = [window for window in attention_kinds(target.model).values() if window is not None and window < num_tokens]
     try:

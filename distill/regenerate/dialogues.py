@@ -23,7 +23,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ...data.chat import RejectedPromptError, encode_prompt
+from ...data.chat import TEMPLATE_ERRORS, ChatTemplate, UnboundedTemplateError, describe_error
 from ...data.conversations import Conversation, Turn
 from ...data.loops import ends_in_a_loop
 from .answers import AnsweredExample, AnswerSpan
@@ -85,6 +85,7 @@ class Dialogue(InTurns):
         conversation: Conversation,
         tokenizer: PreTrainedTokenizerBase,
         *,
+        template: ChatTemplate,
         limits: Limits,
         stop_ids: Collection[int],
         seed: int,
@@ -92,7 +93,7 @@ class Dialogue(InTurns):
         self._questions, self._tools = questions(conversation.turns), conversation.tools
         super().__init__(conversation.id, len(self._questions), limits, seed)
         self._recorded = [turn for turn in conversation.turns if turn.role == "assistant"]
-        self._tokenizer, self._stop_ids = tokenizer, frozenset(stop_ids)
+        self._tokenizer, self._template, self._stop_ids = tokenizer, template, frozenset(stop_ids)
         self._prompt: list[int] = []
 
     def next_request(self) -> Request | None:
@@ -105,10 +106,13 @@ class Dialogue(InTurns):
             return None
         self._messages += question
         try:
-            prompt = encode_prompt(self._messages, self._tokenizer, self._tools)[0]
-        except RejectedPromptError as error:
-            self._end(f"rejected by the chat template ({error.reason})")
+            text = self._template.prompt(self._messages, self._tools)
+        except UnboundedTemplateError:
+            raise
+        except TEMPLATE_ERRORS as error:
+            self._end(f"rejected by the chat template ({describe_error(error)})")
             return None
+        prompt = self._tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
         if self._limits.room(len(prompt)) < 1:
             self._end(NO_ROOM)
             return None

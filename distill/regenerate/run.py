@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from ...data.answers import AnswerFinder
-from ...data.chat import require_template
+from ...data.chat import ChatTemplate, require_template
 from ...data.config import DataConfig
 from ...data.conversations import Conversation
 from ...data.files import write_json
@@ -86,7 +86,7 @@ def regenerate(
     # 1. Load and answer the conversations.
     conversations, unread = load_questions(data, target, overlap)
     logger.info("%d conversations to regenerate | dropped: %s", len(conversations), describe_drops(unread))
-    limits = answer_limits(config, data, target)
+    limits, template = answer_limits(config, data, target), ChatTemplate(target.tokenizer)
     manifest = answer_all(
         config,
         data,
@@ -94,7 +94,9 @@ def regenerate(
         conversations,
         output_dir,
         accelerator,
-        begin=lambda item: Dialogue(item, target.tokenizer, limits=limits, stop_ids=target.stop_ids, seed=config.seed),
+        begin=lambda item: Dialogue(
+            item, target.tokenizer, template=template, limits=limits, stop_ids=target.stop_ids, seed=config.seed
+        ),
         open=lambda drafter, stack: stack.enter_context(open_engine(config, target, limits, drafter)),
         finish=lambda entries: _write_statistics(config, data, target, output_dir, entries, unread),
         unit="answer",

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ...data.chat import TEMPLATE_ERRORS, ChatTemplate, RejectedPromptError, describe_error, encode_prompt
+from ...data.chat import TEMPLATE_ERRORS, ChatTemplate, UnboundedTemplateError, describe_error
 from ...data.config import SELF, DataSource
 from ...data.conversations import Conversation, Turn
 from ...data.loops import ends_in_a_loop
@@ -29,18 +29,18 @@ class Opening:
     """What the chat template writes before a user's question, and behind it."""
 
     def __init__(self, target: HFTarget) -> None:
-        self._template, self._tokenizer = ChatTemplate(target.tokenizer), target.tokenizer
+        self.template, self._tokenizer = ChatTemplate(target.tokenizer), target.tokenizer
         try:
             first, behind = self._parts([])
         except TEMPLATE_ERRORS as error:
             raise ValueError(
-                f"data.source is {SELF}, and {self._template} fails for a question ({describe_error(error)}); set "
+                f"data.source is {SELF}, and {self.template} fails for a question ({describe_error(error)}); set "
                 "data.chat_template to another, or give data"
             ) from error
         if not first.strip() or not behind.strip():
             side = "before" if not first.strip() else "behind"
             raise ValueError(
-                f"data.source is {SELF}, and {self._template} writes nothing {side} a user's question, so the target can't see "
+                f"data.source is {SELF}, and {self.template} writes nothing {side} a user's question, so the target can't see "
                 f"where it {'begins' if side == 'before' else 'ends'}; set data.chat_template to another, or give data"
             )
         added = {str(token) for token in target.tokenizer.added_tokens_decoder.values() if token.special}
@@ -60,7 +60,7 @@ class Opening:
             )
 
     def _parts(self, turns: Sequence[Turn]) -> tuple[str, str]:
-        text = self._template.prompt([*turns, Turn(role="user", content=QUESTION)])
+        text = self.template.prompt([*turns, Turn(role="user", content=QUESTION)])
         if text.count(QUESTION) != 1:
             raise ValueError(f"a question must stand in its text once, unchanged; it stands there {text.count(QUESTION)} times")
         before, _, behind = text.partition(QUESTION)
@@ -102,16 +102,17 @@ class Writer(InTurns):
     def next_request(self) -> Request | None:
         if self.num_done == self.num_turns:
             return None
-        tokenizer = self._target.tokenizer
         try:
             if self.num_done % 2:
-                prompt = encode_prompt(self._messages, tokenizer)[0]
+                text = self._opening.template.prompt(self._messages)
             else:
                 text = self._opening.text(self._messages, self._prefix)
-                prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
-        except (RejectedPromptError, *TEMPLATE_ERRORS) as error:
-            self._end(f"rejected by the chat template ({error})", LATER)
+        except UnboundedTemplateError:
+            raise
+        except TEMPLATE_ERRORS as error:
+            self._end(f"rejected by the chat template ({describe_error(error)})", LATER)
             return None
+        prompt = self._target.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
         if self._limits.room(len(prompt)) < 1:
             self._end("no room for another turn", LATER)
             return None

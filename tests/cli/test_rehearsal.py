@@ -165,6 +165,17 @@ def test_answers_beyond_the_context_are_refused_before_the_distillation(override
     assert not (tmp_path / "run" / "distill").exists()
 
 
+def test_fewer_held_out_texts_than_processes_are_refused_before_the_target_is_loaded(options, monkeypatch):
+    class TwoProcesses(Accelerator):
+        num_processes = property(lambda self: 2)
+
+    monkeypatch.setattr("outrider.cli.run.make_accelerator", lambda _: TwoProcesses(cpu=True))
+    monkeypatch.setattr("outrider.cli.run.require_supported_launch", lambda _: None)
+    monkeypatch.setattr("outrider.cli.run.load_target", lambda *_: pytest.fail("the target was loaded"))
+    with pytest.raises(ValueError, match="fewer than the 2 processes"):
+        run_here(*options, "train.validation_texts=1")
+
+
 @pytest.mark.slow
 def test_labels_and_drafters_of_an_earlier_run_are_not_rehearsed_again(options, tmp_path, monkeypatch, accelerator):
     run_here(*options, "stages=[distill]")

@@ -211,4 +211,6 @@ def test_no_text_is_lost_and_none_overlaps_another(seed: int) -> None:
 
 def test_texts_of_one_length_stay_in_rows_of_their_own() -> None:
     """In one row they would only make attention more expensive."""
-    assert packed([512] * 16).shape == (16, 512)
+    layout = packed([512] * 16)
+    assert layout.shape == (16, 512)
+    assert layout.rows == tuple(range(16)), "of equally short rows the first"

@@ -148,6 +148,23 @@ def test_ids_are_unique_and_stable_if_the_source_repeats_its_ids(tmp_path: Path)
     assert ids == ["x", "x@a.jsonl:1", "7", "a.jsonl:3", "x@a.jsonl:4"]
 
 
+def test_files_of_one_name_in_two_folders_have_different_ids(tmp_path: Path) -> None:
+    """Answers and labels are kept by id, so that one conversation would take the other's place."""
+    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
+    for day in ("mon", "tue", "wed"):
+        (tmp_path / day / "src").mkdir(parents=True)
+        write_jsonl(tmp_path / day / "log.jsonl", [{"messages": messages}])
+        (tmp_path / day / "src" / "a.txt").write_text("line\n" * 500)
+    logs = [DataSource(source="openai", path=str(tmp_path / day / "log.jsonl")) for day in ("mon", "tue", "wed")]
+    texts = [DataSource(source="text", path=str(tmp_path / day / "src")) for day in ("mon", "tue", "wed")]
+    stdlib = [DataSource(source="stdlib", split="distill") for _ in range(2)]
+    logged, pieces, code = ([one.id for one in load_conversations(DataConfig(sources=it))[0]] for it in (logs, texts, stdlib))
+    assert logged == ["log.jsonl:0", "log.jsonl:0@1", "log.jsonl:0@2"]
+    assert pieces[0] == "src/a.txt:1"
+    for ids in (pieces, code):
+        assert len(set(ids)) == len(ids) > 1
+
+
 def test_the_limit_draws_by_seed_and_keeps_the_order(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [sharegpt(QUESTION, ANSWER) for _ in range(50)])
     draws = [[int(conversation.id.split(":")[1]) for conversation in load(path, limit=5, seed=seed)[0]] for seed in (0, 0, 1)]

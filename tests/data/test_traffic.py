@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from outrider.data.config import DataConfig
 from outrider.data.forms import FORMS, form_of
 from outrider.data.shards import label_store, read_shard
-from outrider.data.sources import load_conversations
+from outrider.data.sources import load_conversations, require_data
 from outrider.data.traffic import NO_REPLY, without_private
 from outrider.distill.config import DistillConfig
 from outrider.distill.label.run import distill
@@ -88,6 +88,7 @@ HARMLESS = [
     "sk_buff_head_init_class_of(npm_config_registry_url, hf_hub_download_x) at 127.0.0.1, 10:20:30:40:50",
     "0 0 0 0 0 0 0 0 0 0 0 0 0 0",
     "https://example.org/a/very/long/path/with/Some/Capital/Letters/And/2/Numbers",
+    "PC12 yar\u0131 yaz\u0131 kap\u0131: letters that are like A to Z when case is ignored",
 ]
 
 
@@ -187,6 +188,30 @@ def test_half_a_last_line_is_counted_and_left_out(tmp_path: Path, caplog):
     assert "1 records with lines that are no JSON: not used" in caplog.text
     with pytest.raises(ValueError, match="line 2.*not JSON"):
         load_conversations(DataConfig(source="messages", path=str(log)))
+
+
+def test_the_first_record_of_a_rotated_log_may_be_cut_too(tmp_path: Path):
+    log = tmp_path / "log.jsonl"
+    config = DataConfig(source="openai", path=str(log))
+    log.write_text('ser", "content": "Hi."}]}\n' + json.dumps({"messages": ASKED, **REPLY}) + "\n")
+    require_data(config)
+    assert len(load_conversations(config)[0]) == 1
+    log.write_text('ser"}\n' + json.dumps({"conversations": [{"from": "human", "value": "Hi."}]}) + "\n")
+    with pytest.raises(ValueError, match="1 x lines that are no JSON.*data.source=sharegpt"):
+        load_conversations(config)
+
+
+def test_separators_of_lines_inside_of_a_text_end_no_line_of_json(tmp_path: Path):
+    """JSON may have U+2028 and others as they are, at which str.splitlines splits."""
+    words = "one\u2028two\u2029three\u0085four"
+    piece = json.dumps({"choices": [{"delta": {"content": words}}]}, ensure_ascii=False)
+    for end in ("\n\n", "\r\n\r\n", "\r"):
+        assert parsed({"request": {"messages": ASKED}, "response": f"data: {piece}{end}"}).turns[-1].content == words
+    log = tmp_path / "log.jsonl"  # its first line is the end of an array's
+    record = json.dumps({"messages": [{"role": "user", "content": words}], **REPLY}, ensure_ascii=False)
+    log.write_text(f"[]]\n{record}\n", encoding="utf-8")
+    (conversation,), _ = load_conversations(DataConfig(source="openai", path=str(log)))
+    assert conversation.turns[0].content == words
 
 
 @pytest.mark.parametrize(

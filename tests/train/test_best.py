@@ -26,13 +26,15 @@ def measured(value: float | None) -> dict[str, Any]:
     return {"validation_tokens_per_step": value, "validation_loss": 1.0}
 
 
-def add(best: Best, drafter: TrainableDrafter, step: int, value: float | None) -> bool:
-    """Measure a drafter whose weights are all `step`."""
+def add(best: Best, drafter: TrainableDrafter, step: int, value: float | None) -> int | None:
+    """Measure a drafter whose weights are all `step`; return the step of the best one."""
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.fill_(step)
     best.add(step, measured(value))
-    return best.keep(drafter)
+    best.keep(drafter)
+    record = best.record()
+    return None if record is None else record.step
 
 
 def weight_in(folder: Path) -> float:
@@ -43,7 +45,7 @@ def weight_in(folder: Path) -> float:
 def test_a_worse_drafter_never_replaces_the_best(drafter: TrainableDrafter, target: HFTarget, tmp_path: Path) -> None:
     best = Best(tmp_path, target.identity)
     kept = [add(best, drafter, step, value) for step, value in [(1, None), (2, 1.5), (3, 1.5), (4, 1.7), (5, 1.6), (6, None)]]
-    assert kept == [False, True, True, True, False, False]
+    assert kept == [None, 2, 3, 4, 4, 4]
     record = best.record()
     assert record is not None
     assert (record.step, record.tokens_per_step, record.validation) == (4, 1.7, measured(1.7))

@@ -165,17 +165,11 @@ def test_an_incomplete_checkpoint_is_overwritten(accelerator: Accelerator, tmp_p
     assert list(files) == ["state.pt"]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"format_version": 1}, "has format 1, and this version .* reads format 3"),
-        ({"sharded_by": "DEEPSPEED"}, "was written by DEEPSPEED, and this launch uses neither"),
-    ],
-)
-def test_a_checkpoint_of_another_launch_is_an_error_that_names_the_launch(accelerator, tmp_path, change, words):
+def test_a_checkpoint_of_another_format_is_an_error_that_names_both(accelerator: Accelerator, tmp_path: Path) -> None:
     saved(accelerator, tmp_path, 1)
     checkpoint = tmp_path / "step-00000001"
-    edit_marker(checkpoint, **change)
+    edit_marker(checkpoint, format_version=1)
+    words = "has format 1, and this version .* reads format 3"
     with checkpoints(accelerator, tmp_path) as (_, saver), pytest.raises(ValueError, match=words):
         saver.load(checkpoint)
 

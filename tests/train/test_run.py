@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -25,10 +26,11 @@ from outrider.models.drafters.saved.folder import read_training_facts
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.machine import hardware
 from outrider.train import loop as loop_module
+from outrider.train import run as run_module
 from outrider.train.checkpoint import complete_checkpoints
 from outrider.train.config import TrainConfig
 from outrider.train.records import read_records
-from outrider.train.run import train
+from outrider.train.run import require_whole_shards, train
 
 from .conftest import TRAIN, Run, no_file_above, write_shards
 from .resumed import TIMING
@@ -233,6 +235,15 @@ def test_a_changed_option_is_an_error_unless_it_has_no_effect_on_training(run_tr
         run_train(seed=1)
 
 
+def test_a_summary_without_the_number_of_processes_is_of_another_run(run_train: RunTrain) -> None:
+    path = run_train().train_dir / "summary.json"
+    summary = json.loads(path.read_text())
+    del summary["run"]["num_processes"]
+    path.write_text(json.dumps(summary))
+    with pytest.raises(ValueError, match=r"summary\.json belongs to a run .* num_processes \(was None, is 1\)"):
+        run_train()
+
+
 def test_a_loss_that_is_not_finite_is_an_error_with_step_and_texts(run_train: RunTrain, spy: Any) -> None:
     spy.on_loss = staticmethod(lambda call, batch: float("nan") if call == 4 else 0.0)
     with pytest.raises(
@@ -352,6 +363,22 @@ def test_bad_shards_are_refused_before_any_work(run_train, target, shards_dir, e
     refused(write_shards(tmp_path / "empty", target.identity, []), "no labelled position")
     assert visited == 7
     assert spy.calls == 0
+
+
+def test_each_process_reads_a_share_of_the_shards_and_all_raise_the_error(shards_dir, tmp_path, monkeypatch):
+    class SecondOfTwo(Accelerator):
+        num_processes, process_index = property(lambda self: 2), property(lambda self: 1)
+
+    folder = shutil.copytree(shards_dir, tmp_path / "shards")
+    manifest, second = label_store(folder).load(), SecondOfTwo(cpu=True)
+    (folder / "shard-00000.safetensors").unlink()
+    require_whole_shards(folder, manifest, second)
+    (folder / "shard-00003.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"shard-00003\.safetensors is missing"):
+        require_whole_shards(folder, manifest, second)
+    monkeypatch.setattr(run_module, "gather_object", lambda mine: [ValueError("of the first process"), *mine])
+    with pytest.raises(ValueError, match="of the first process"):
+        require_whole_shards(folder, manifest, second)
 
 
 def test_a_reduced_vocabulary_is_chosen_from_the_labels_before_training(run_train: RunTrain, target: HFTarget) -> None:

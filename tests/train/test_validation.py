@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.data.shards import label_store
-from outrider.data.types import UNKNOWN
+from outrider.data.types import UNKNOWN, DistilledExample
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter
 from outrider.models.drafters.objective import Objective
@@ -22,9 +22,9 @@ from outrider.train.batches import BatchStream
 from outrider.train.config import TrainConfig
 from outrider.train.records import read_records
 from outrider.train.run import train
-from outrider.train.validation import HeldOut, Validator, hold_out
+from outrider.train.validation import HeldOut, Validator, hold_out, require_texts_for_all
 
-from .conftest import HORIZON, Run
+from .conftest import HORIZON, Run, write_shards
 
 RunTrain = Callable[..., Run]
 REDRAFTER, EAGLE3 = {"kind": "redrafter", "exit_width": 16, "num_blocks": 1}, {"kind": "eagle3", "depth": 3}
@@ -66,6 +66,31 @@ def test_what_is_held_out_depends_on_the_seed_alone(shards_dir: Path, held_out: 
     assert [text.location for text in again] == [text.location for text in held_out]
     other = hold_out(shards_dir, manifest, 5, seed=1, max_prompt_tokens=ROOM)
     assert [text.location for text in other] != [text.location for text in held_out]
+
+
+def test_a_short_shard_is_filled_up_from_the_others(target: HFTarget, examples: list[DistilledExample], tmp_path: Path) -> None:
+    shards = write_shards(tmp_path, target.identity, examples, per_shard=7)  # 7, 7, 7, and 1
+    manifest = label_store(shards).load()
+    drawn = hold_out(shards, manifest, 20, seed=0, max_prompt_tokens=ROOM)
+    assert len({text.location for text in drawn}) == 20
+    again = hold_out(shards, manifest, 20, seed=0, max_prompt_tokens=ROOM)
+    assert [text.location for text in again] == [text.location for text in drawn]
+
+
+class FiveProcesses(Accelerator):
+    """Accelerator of one of five processes."""
+
+    num_processes, process_index = property(lambda self: 5), property(lambda self: 0)
+
+
+def test_fewer_texts_than_processes_are_an_error_before_any_work() -> None:
+    accelerator = FiveProcesses(cpu=True)
+    for texts in (0, 5):
+        require_texts_for_all(TrainConfig(steps=1, validation_texts=texts), accelerator, tensor_parallel=False)
+    few = TrainConfig(steps=1, validation_texts=4)
+    require_texts_for_all(few, accelerator, tensor_parallel=True)
+    with pytest.raises(ValueError, match=r"train\.validation_texts is 4, fewer than the 5 processes"):
+        require_texts_for_all(few, accelerator, tensor_parallel=False)
 
 
 def test_a_validation_prompt_ends_before_the_answer(shards_dir: Path, held_out: list[HeldOut]) -> None:

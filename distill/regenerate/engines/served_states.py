@@ -9,7 +9,7 @@ greedily is its own label; at the few tokens where rounding in the engine chose 
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ class ServedStates:
         last, inputs = self.target.hidden_states(text[None], self.layers)
         here = [last] if inputs is None else [last, *inputs.split(last.shape[-1], dim=-1)]
         for place in self.servers:
-            url, (states, layers) = place[0].url, self._read([text.cpu()], [place])
+            url, (states, layers) = place[0].url, replace(self, servers=[place]).read([text.cpu()])
             is_precise = self.target.is_precise and all(values.dtype == torch.float32 for values in layers.values())
             for name, mine, theirs in zip(("last", *self.layers), here, (states, *layers.values()), strict=True):
                 error = float(((theirs.float() - mine.float()).norm(dim=-1) / mine.float().norm(dim=-1)).max())
@@ -84,17 +84,8 @@ class ServedStates:
 
         Raises ValueError for a file that isn't the text's, and ConnectionError for a server that doesn't come back.
         """
-        return self._read(texts, self.servers)
-
-    @property
-    def _wanted(self) -> list[int]:
-        return [*self.layers, len(decoder_layers(self.target.model))]
-
-    def _read(
-        self, texts: Sequence[torch.Tensor], servers: Sequence[tuple[CompletionsServer, str]]
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         asked = []
-        for text, (server, model) in zip(texts, cycle(servers), strict=False):
+        for text, (server, model) in zip(texts, cycle(self.servers), strict=False):
             body: dict[str, Any] = {"model": model, "prompt": text.tolist(), "max_tokens": 1, "temperature": 0.0}
             asked.append((server.url, text, server.submit(server.ask("completions", _Completion, body))))
         try:
@@ -109,6 +100,10 @@ class ServedStates:
         norm = decoder_of(self.target.model).norm
         with torch.inference_mode():
             return norm(last.to(self.target.dtype)), dict(zip(self.layers, inputs, strict=True))
+
+    @property
+    def _wanted(self) -> list[int]:
+        return [*self.layers, len(decoder_layers(self.target.model))]
 
     def _drop(self, url: str, reply: _Completion) -> None:
         """Delete a text's states, if they are there."""

@@ -131,16 +131,14 @@ def test_labels_equal_naive_greedy_decoding(make_target: MakeTarget, architectur
 
 
 @pytest.mark.parametrize("horizon", [1, 5])
-def test_pruning_changes_the_work_and_not_the_labels(make_target: MakeTarget, horizon: int) -> None:
+def test_borrowing_saves_work_and_changes_no_label(make_target: MakeTarget, horizon: int) -> None:
     target = make_target("llama_gqa")
     input_ids, attention_mask, wanted = self_written_texts(target)
-    pruned, _, stats = label_continuations(target, input_ids, attention_mask, wanted, horizon=horizon)
-    full, _, full_stats = label_continuations(target, input_ids, attention_mask, wanted, horizon=horizon, prune=False)
-    assert torch.equal(pruned, full)
-    assert_labels_are_naive(target, input_ids, wanted, pruned)
-    assert full_stats.num_branch_tokens == (horizon - 1) * wanted.sum()
-    assert stats.num_agreeing == full_stats.num_agreeing
-    assert stats.num_branch_tokens < full_stats.num_branch_tokens or horizon == 1
+    labels, _, stats = label_continuations(target, input_ids, attention_mask, wanted, horizon=horizon)
+    assert_labels_are_naive(target, input_ids, wanted, labels)
+    agrees = (labels[:, :-1, 0] == input_ids[:, 1:]) & attention_mask[:, 1:] & wanted[:, :-1]
+    assert stats.num_agreeing == agrees.sum()
+    assert stats.num_branch_tokens < (horizon - 1) * wanted.sum() or stats.num_branch_tokens == horizon - 1 == 0
 
 
 def test_branches_end_at_stop_tokens_that_stay_labels(make_target: MakeTarget) -> None:
@@ -151,11 +149,10 @@ def test_branches_end_at_stop_tokens_that_stay_labels(make_target: MakeTarget) -
     stop_ids = labels[labels != UNKNOWN].bincount().topk(2).indices.tolist()
     target = make_target("llama", stop_ids)
     assert target.stop_ids == tuple(stop_ids)
-    for prune in (True, False):
-        stopped, _, _ = label_continuations(target, input_ids, attention_mask, wanted, horizon=5, prune=prune)
-        assert_labels_are_naive(target, input_ids, wanted, stopped)
-        depths = (torch.isin(stopped, torch.tensor(stop_ids))).nonzero()[:, 2].unique()
-        assert depths.tolist() == [0, 1, 2, 3, 4]
+    stopped, _, _ = label_continuations(target, input_ids, attention_mask, wanted, horizon=5)
+    assert_labels_are_naive(target, input_ids, wanted, stopped)
+    depths = (torch.isin(stopped, torch.tensor(stop_ids))).nonzero()[:, 2].unique()
+    assert depths.tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("horizon", [2, 5])

@@ -242,6 +242,21 @@ def test_a_folder_of_another_run_is_an_error_with_every_difference(target, data,
         run(CONFIG, data, target, folder)
 
 
+@pytest.mark.parametrize("branches", [True, False])
+def test_texts_beyond_the_context_window_are_refused(branches: bool, target: HFTarget, data: DataConfig, tmp_path: Path):
+    """Rotary embeddings would give labels there, without an error."""
+    config = replace(CONFIG, branches=branches)
+    longest = target.context_length - (CONFIG.horizon - 2 if branches else 0)
+    for length in (longest, longest + 1):
+        ids = torch.arange(length) % target.vocab_size
+        examples = [Example(id="long", input_ids=ids, loss_mask=torch.arange(length) >= length - 4)]
+        if length == longest:
+            distill(config, data, target, tmp_path, Accelerator(cpu=True), examples=examples)
+            continue
+        with pytest.raises(ValueError, match="lower data.max_length by at least 1"):
+            distill(config, data, target, tmp_path, Accelerator(cpu=True), examples=examples)
+
+
 def test_length_batches_visit_every_text_once_within_the_budget() -> None:
     assert list(length_batches([2, 5, 4, 1], 8)) == [[1], [2, 0], [3]]
     lengths = [random.Random(0).randint(1, 30) for _ in range(50)] + [99]

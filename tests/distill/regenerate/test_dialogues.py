@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from outrider.data.chat import ChatTemplate, UnboundedTemplateError
 from outrider.data.conversations import Conversation, Turn
 from outrider.data.loops import LOOP_TOKENS
 from outrider.distill.regenerate.answers import AnsweredExample
@@ -58,7 +59,7 @@ def play(
 
     An answer that is a text gets a stop token.
     """
-    dialogue = Dialogue(talk, tokenizer, limits=limits, stop_ids=[END], seed=0)
+    dialogue = Dialogue(talk, tokenizer, template=ChatTemplate(tokenizer), limits=limits, stop_ids=[END], seed=0)
     prompts = []
     answer_iterator = iter(answers)
     while request := dialogue.next_request():
@@ -206,6 +207,21 @@ def test_a_conversation_rejected_by_the_template_is_dropped_with_its_message(tin
     )
     dialogue, _ = play(conversation("hello", "?", system="Be brief."), tokenizer, [])
     assert dialogue.dropped == {"rejected by the chat template (no system role)": 1}
+    # A record of an odd form, such as a schema with null for a list, raises an error of Python's.
+    tokenizer.chat_template = "{% for name in tools[0].required %}{{ name }}{% endfor %}<|user|>hi<|assistant|>"
+    dialogue, _ = play(replace(TWO_TURNS, tools=[{"required": None}]), tokenizer, [])
+    assert dialogue.dropped == {"rejected by the chat template (TypeError: 'NoneType' object is not iterable)": 2}
+
+
+def test_a_template_without_bounds_ends_the_run(tiny_tokenizer, monkeypatch):
+    """It would take its time for each conversation."""
+
+    def fail(*args: object) -> str:
+        raise UnboundedTemplateError("it takes more than 8 seconds")
+
+    monkeypatch.setattr(ChatTemplate, "prompt", fail)
+    with pytest.raises(UnboundedTemplateError):
+        play(TWO_TURNS, tiny_tokenizer, [])
 
 
 def test_every_answer_of_the_data_and_a_last_question_become_requests() -> None:
@@ -221,7 +237,8 @@ def test_every_answer_of_the_data_and_a_last_question_become_requests() -> None:
 
 def test_a_request_has_the_length_of_the_old_answer(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     talk = conversation("hello", "a longer answer", "and then", "?", "and an open question")
-    dialogue = Dialogue(talk, tiny_tokenizer, limits=LIMITS, stop_ids=[END], seed=0)
+    template = ChatTemplate(tiny_tokenizer)
+    dialogue = Dialogue(talk, tiny_tokenizer, template=template, limits=LIMITS, stop_ids=[END], seed=0)
     known = []
     while request := dialogue.next_request():
         known.append(request.num_known_tokens)
@@ -234,6 +251,8 @@ def test_seeds_depend_on_the_conversation_and_the_turn_only(tiny_tokenizer: PreT
     seeds_and_turns = [(seed, id, turn) for seed in (0, 1) for id in ("chat", "chat2", "2/chat") for turn in (0, 1, 2)]
     assert len({answer_seed(*arguments) for arguments in seeds_and_turns}) == len(seeds_and_turns)
     assert all(0 <= answer_seed(*arguments) < 2**31 for arguments in seeds_and_turns)
-    request = Dialogue(TWO_TURNS, tiny_tokenizer, limits=LIMITS, stop_ids=[END], seed=4).next_request()
+    template = ChatTemplate(tiny_tokenizer)
+    dialogue = Dialogue(TWO_TURNS, tiny_tokenizer, template=template, limits=LIMITS, stop_ids=[END], seed=4)
+    request = dialogue.next_request()
     assert request is not None
     assert request.seed == answer_seed(4, "chat", 0)

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from outrider.cli.data import VerifyOptions, verify_command
+from outrider.data.chat import ChatTemplate
 from outrider.data.config import DataConfig
 from outrider.data.files import read_json
 from outrider.data.manifest import examples_sha256
@@ -317,10 +318,13 @@ class Mute:
 
 def test_a_request_without_an_answer_is_an_error(target: HFTarget, data: DataConfig) -> None:
     conversations, _ = load_conversations(data)
-    limits = Limits(max_new_tokens=9, max_tokens=99)
+    limits, template = Limits(max_new_tokens=9, max_tokens=99), ChatTemplate(target.tokenizer)
     with tqdm(disable=True) as progress, pytest.raises(RuntimeError, match="Forgetful left 4 requests unanswered"):
         answer_conversations(
-            [Dialogue(one, target.tokenizer, limits=limits, stop_ids=STOPS, seed=0) for one in conversations],
+            [
+                Dialogue(one, target.tokenizer, template=template, limits=limits, stop_ids=STOPS, seed=0)
+                for one in conversations
+            ],
             Forgetful(),
             progress,
         )

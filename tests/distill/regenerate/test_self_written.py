@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from tokenizers import decoders
 
+from outrider.data.chat import ChatTemplate, UnboundedTemplateError
 from outrider.data.config import DataConfig, DataSource
 from outrider.data.files import read_json
 from outrider.data.sources import load_conversations
@@ -191,6 +192,18 @@ def test_a_template_without_marks_is_an_error(template: str, target: HFTarget, t
     target.tokenizer.chat_template = template
     with pytest.raises(ValueError, match="data.source is self, and the chat template"):
         write(DATA, target, tmp_path / "questions")
+
+
+def test_a_template_without_bounds_ends_the_run(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take its time for each conversation."""
+
+    def fail(*args: object) -> str:
+        raise UnboundedTemplateError("it takes more than 8 seconds")
+
+    source = self_written.SelfSource(CONFIG, DATA, DATA, 0, target)
+    monkeypatch.setattr(ChatTemplate, "prompt", fail)
+    with pytest.raises(UnboundedTemplateError):
+        source.begin(source.items[0]).next_request()
 
 
 def test_a_plan_repeats_a_sample_and_writes_nothing(target: HFTarget, engine: Scripted, tmp_path: Path) -> None:
