@@ -172,7 +172,7 @@ def count_label_tokens(shards_dir: Path, manifest: Manifest, vocab_size: int) ->
 
 def count_tokens(examples: Sequence[DistilledExample], vocab_size: int) -> Int[torch.Tensor, " vocab"]:
     """Count the tokens of the labels."""
-    labels = torch.cat([example.continuations.flatten() for example in examples])
+    labels = torch.cat([torch.empty(0, dtype=torch.long), *(example.continuations.flatten() for example in examples)])
     return labels[labels != UNKNOWN].bincount(minlength=vocab_size)
 
 
