@@ -52,13 +52,7 @@ def generate(
     RuntimeError if the target begins another batch before the answers have ended.
     """
     batch = Prompts.of(prompts)
-    inner: Any = rule
-    while hasattr(inner, "rule"):  # a recorded or a watched one
-        inner = inner.rule
-    if generator is None and rule.is_random:
-        generator = RowSeeds.drawn(len(batch.lengths))
-    if isinstance(generator, RowSeeds) and isinstance(inner, SpeculativeSampling) and inner.sampling.temperature > 0:
-        generator = generator.shown(inner.sampling)
+    generator = shown_draws(rule, generator, len(batch.lengths))
     stopping = Stopping(batch.lengths, max_new_tokens, target.context_length, stop_ids, stop_strings, tokenizer)
     lap = Stopwatch(batch.input_ids.device, is_on=timed)
     # 1. Prefill: the target reads the prompts and chooses the first token of each answer.
@@ -96,6 +90,18 @@ def generate(
         seconds = PhaseSeconds(draft=draft_seconds, verify=verify_seconds, accept=lap()) if timed else None
         step = make_step(rows, accepted, stopping, tree, seconds=seconds)
         yield step
+
+
+def shown_draws(rule: AcceptanceRule, generator: Randomness, num_rows: int) -> Randomness:
+    """Return a batch's generator, by default seeds that are drawn, whose draws drafters may foresee (see `foreseen`)."""
+    inner: Any = rule
+    while hasattr(inner, "rule"):  # a recorded or a watched one
+        inner = inner.rule
+    if generator is None and rule.is_random:
+        generator = RowSeeds.drawn(num_rows)
+    if isinstance(generator, RowSeeds) and isinstance(inner, SpeculativeSampling) and inner.sampling.temperature > 0:
+        return generator.shown(inner.sampling)
+    return generator
 
 
 def prefill(

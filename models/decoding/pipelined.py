@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..phases import PhaseSeconds
 from .acceptance import GreedyAcceptance, SpeculativeSampling
-from .loop import Stopwatch, make_step, require_same_batch
+from .loop import Stopwatch, make_step, require_same_batch, shown_draws
 from .protocols import AcceptanceRule, AsyncTarget, State, StreamingDrafter
 from .reading import in_batch, read_acceptance
 from .sampling import Randomness, RowSeeds
@@ -61,8 +61,7 @@ def generate_pipelined(
     """
     batch = Prompts.of(prompts)
     require_one_text(batch, rule)
-    if generator is None and rule.is_random:
-        generator = RowSeeds.drawn(1)
+    generator = shown_draws(rule, generator, 1)
     speculation = speculation or ExpectedSpeculation()
     stopping = Stopping(batch.lengths, max_new_tokens, target.context_length, stop_ids, stop_strings, tokenizer)
     lap = Stopwatch(batch.input_ids.device, is_on=timed)
@@ -73,11 +72,13 @@ def generate_pipelined(
     where = in_batch(range(1), stopping.answers)
     accepted = read_acceptance(tree, output, rule(tree, output, generator=generator), where)
     step = make_step(range(1), accepted, stopping, tree, is_prefill=True)
+    if isinstance(generator, RowSeeds):
+        generator = generator.after([1], [0])
     window = Window(root=accepted.new_tokens[0][-1])
     if step.unfinished:
         submit(target, speculation, window)
         room = min(max(stopping.max_new_tokens), target.context_length - batch.lengths[0])
-        state = drafter.begin(batch, output, window.root, max_new_tokens=room)
+        state = drafter.begin(batch, output, window.root, max_new_tokens=room, generator=generator)
     yield step
 
     draft_seconds = verify_seconds = 0.0
@@ -93,8 +94,6 @@ def generate_pipelined(
         if answer is None:
             continue
         # 4. Accept a path. Cancel the runs that it kills, and send the bonus token if it is new.
-        if isinstance(generator, RowSeeds):
-            generator = generator.after([len(step.tokens[0])], [0])
         number, tree, output = answer
         accepted = read_acceptance(tree, output, rule(tree, output, generator=generator), where)
         (tokens,) = accepted.new_tokens
@@ -104,11 +103,13 @@ def generate_pipelined(
         step = make_step(range(1), accepted, stopping, tree, is_adopted=window.is_root_sent, seconds=seconds)
         draft_seconds = verify_seconds = 0.0
         target.cancel(dead if step.unfinished else [*dead, *window.runs])
+        if isinstance(generator, RowSeeds):
+            generator = generator.after([len(tokens)], [0])
         if step.unfinished:
             if not window.is_root_sent:
                 submit(target, speculation, window)
             entries = [0, *(node + 1 for node in accepted.host_nodes[0])]
-            state = drafter.follow(state, tokens, entries_of(output, entries))
+            state = drafter.follow(state, tokens, entries_of(output, entries), generator)
         yield step
 
 

@@ -168,8 +168,10 @@ class Drafter(Protocol[State, Drafted]):
 class StreamingDrafter(Protocol[State]):
     """A drafter whose tree grows while the target reads parts of it, for one prompt."""
 
-    def begin(self, prompts: Prompts, prefill: TargetOutput, last_token: int, *, max_new_tokens: int) -> State:
-        """Return the state after a prompt and the first token of its answer."""
+    def begin(
+        self, prompts: Prompts, prefill: TargetOutput, last_token: int, *, max_new_tokens: int, generator: Randomness = None
+    ) -> State:
+        """Return the state after a prompt and the first token of its answer. A drafter may foresee the `generator`'s draws."""
 
     def tree(self, state: State) -> GrowingTree:
         """Return the tree below the last committed token.
@@ -184,7 +186,7 @@ class StreamingDrafter(Protocol[State]):
         Returns False if there is nothing more to draft until the next `follow`.
         """
 
-    def follow(self, state: State, tokens: Sequence[int], output: TargetOutput) -> State:
+    def follow(self, state: State, tokens: Sequence[int], output: TargetOutput, generator: Randomness = None) -> State:
         """Return the state after the target has committed these tokens.
 
         They are the accepted draft tokens, then the new last token. `output` is the target's for

@@ -273,11 +273,14 @@ class MergeSources:
                 proposals.add(parent, tree.tokens[node], score, bin_index)
 
 
-def odds_of_draws(generator: Randomness, row: int, candidates: Candidates) -> list[float] | None:
-    """Return what the clocks of a row's candidates say (see `odds_of_ring`); None if the draws aren't shown."""
+def odds_of_draws(generator: Randomness, row: int, candidates: Candidates, depth: int = 0) -> list[float] | None:
+    """Return what the clocks of a row's candidates say (see `odds_of_ring`); None if the draws aren't shown.
+
+    `depth` is that of the node that they follow.
+    """
     if not isinstance(generator, RowSeeds) or generator.sampling is None:
         return None
-    rings = generator.rings(row, [depth - 1 for depth in depths_of(candidates.parents)], candidates.tokens)
+    rings = generator.rings(row, [depth + below - 1 for below in depths_of(candidates.parents)], candidates.tokens)
     return [odds_of_ring(ring, generator.sampling.temperature) for ring in rings]
 
 

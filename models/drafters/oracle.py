@@ -79,7 +79,9 @@ class StreamingOracle(StreamingDrafter[OracleDraft]):
     def __init__(self, text: Sequence[int], right: int, vocab_size: int) -> None:
         self.text, self.right, self.vocab_size = text, right, vocab_size
 
-    def begin(self, prompts: Prompts, prefill: TargetOutput, last_token: int, *, max_new_tokens: int) -> OracleDraft:
+    def begin(
+        self, prompts: Prompts, prefill: TargetOutput, last_token: int, *, max_new_tokens: int, generator: Randomness = None
+    ) -> OracleDraft:
         return OracleDraft()
 
     def tree(self, state: OracleDraft) -> GrowingTree:
@@ -98,5 +100,7 @@ class StreamingOracle(StreamingDrafter[OracleDraft]):
         state.tree.add(above, tokens[:count], [self.WRONG, self.RIGHT][:count])
         return True
 
-    def follow(self, state: OracleDraft, tokens: Sequence[int], output: TargetOutput) -> OracleDraft:
+    def follow(
+        self, state: OracleDraft, tokens: Sequence[int], output: TargetOutput, generator: Randomness = None
+    ) -> OracleDraft:
         return OracleDraft(state.position + len(tokens))

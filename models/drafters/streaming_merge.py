@@ -5,7 +5,7 @@ At first training-free drafters propose below the last token. Then each call of 
 where it is likeliest: trained drafters search once, training-free ones propose below its leaves, and
 growing models read its nodes.
 
-The tree is a function of the text and of what the drafter has learned; it never reads random numbers.
+The tree is a function of the text, of its seed and of what the drafter has learned, and no node changes what is drawn.
 So the tokens are those of plain decoding, whenever the target's answers arrive.
 """
 
@@ -18,9 +18,10 @@ import torch
 from ..decoding.growing_tree import GrowingTree
 from ..decoding.loop import NullDrafter
 from ..decoding.protocols import Drafter, StreamingDrafter
+from ..decoding.sampling import Randomness
 from ..decoding.tree import accepted_path, chain_tree
 from ..decoding.types import NO_NODE, Prompts, TargetOutput
-from .merge_sources import MergedDraft, MergeSources, Source
+from .merge_sources import MergedDraft, MergeSources, Source, odds_of_draws
 from .merged import MergedDrafter
 from .merging import MergedRow, Proposals
 
@@ -55,8 +56,11 @@ class StreamingMerge(StreamingDrafter[StreamingDraft]):
     def __init__(self, merge: MergeSources) -> None:
         self.merge = merge
 
-    def begin(self, prompts: Prompts, prefill: TargetOutput, last_token: int, *, max_new_tokens: int) -> StreamingDraft:
-        return self._opened(self.merge.init_state(prompts, prefill, max_new_tokens=max_new_tokens), last_token, prefill)
+    def begin(
+        self, prompts: Prompts, prefill: TargetOutput, last_token: int, *, max_new_tokens: int, generator: Randomness = None
+    ) -> StreamingDraft:
+        state = self.merge.init_state(prompts, prefill, max_new_tokens=max_new_tokens)
+        return self._opened(state, last_token, prefill, generator)
 
     def tree(self, state: StreamingDraft) -> GrowingTree:
         return state.tree
@@ -81,14 +85,16 @@ class StreamingMerge(StreamingDrafter[StreamingDraft]):
             self._merge(state)
         return has_drafted
 
-    def follow(self, state: StreamingDraft, tokens: Sequence[int], output: TargetOutput) -> StreamingDraft:
+    def follow(
+        self, state: StreamingDraft, tokens: Sequence[int], output: TargetOutput, generator: Randomness = None
+    ) -> StreamingDraft:
         chain = chain_tree(torch.tensor([tokens[:-1]], dtype=torch.long, device=output.logits.device))
         accepted = accepted_path(chain, [range(len(tokens) - 1)])
-        return self._opened(self.merge.advance(state.draft, chain, accepted, output), tokens[-1], output)
+        return self._opened(self.merge.advance(state.draft, chain, accepted, output), tokens[-1], output, generator)
 
-    def _opened(self, state: Any, last_token: int, output: TargetOutput) -> StreamingDraft:
+    def _opened(self, state: Any, last_token: int, output: TargetOutput, generator: Randomness) -> StreamingDraft:
         """Merge what training-free drafters propose below the root, and what models have read."""
-        draft = self.merge.open(state, torch.tensor([last_token], device=output.logits.device), [last_token])
+        draft = self.merge.open(state, torch.tensor([last_token], device=output.logits.device), [last_token], generator)
         for index in self.merge.free:
             self.merge.ask(draft, index)
         opened = StreamingDraft(draft, GrowingTree(), [*self.merge.searching])
@@ -121,16 +127,17 @@ class StreamingMerge(StreamingDrafter[StreamingDraft]):
 
     def _proposals(self, draft: MergedDraft, row: MergedRow, leaf: int) -> list[Proposals]:
         """Return the candidates of the training-free sources below a leaf."""
-        path: list[int] = []
+        path, depth = list[int](), row.depths[leaf]
         while leaf != NO_NODE:
             path.append(row.tokens[leaf])
             leaf = row.parents[leaf]
         tokens = [draft.last_tokens[0], *reversed(path)]
-        proposals = [
-            Proposals(index, self.merge.parts[index].candidates_of(draft.state.sources[index].stores[0], tokens))
-            for index in self.merge.free
-        ]
-        return [source for source in proposals if source.tokens]
+        proposals = []
+        for index in self.merge.free:
+            found = self.merge.parts[index].candidates_of(draft.state.sources[index].stores[0], tokens)
+            if found.tokens:
+                proposals.append(Proposals(index, found, odds_of_draws(draft.generator, 0, found, depth)))
+        return proposals
 
 
 def worth_reading(nodes: Sequence[int], row: MergedRow) -> list[int]:
@@ -167,7 +174,9 @@ def streaming_drafter(drafter: Drafter[Any, Any]) -> StreamingDrafter[Any]:
 class StreamingNull(StreamingDrafter[GrowingTree]):
     """Drafter that proposes nothing. Its state is an empty tree."""
 
-    def begin(self, prompts: Prompts, prefill: TargetOutput, last_token: int, *, max_new_tokens: int) -> GrowingTree:
+    def begin(
+        self, prompts: Prompts, prefill: TargetOutput, last_token: int, *, max_new_tokens: int, generator: Randomness = None
+    ) -> GrowingTree:
         return GrowingTree()
 
     def tree(self, state: GrowingTree) -> GrowingTree:
@@ -176,5 +185,7 @@ class StreamingNull(StreamingDrafter[GrowingTree]):
     def grow(self, state: GrowingTree) -> bool:
         return False
 
-    def follow(self, state: GrowingTree, tokens: Sequence[int], output: TargetOutput) -> GrowingTree:
+    def follow(
+        self, state: GrowingTree, tokens: Sequence[int], output: TargetOutput, generator: Randomness = None
+    ) -> GrowingTree:
         return state

@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling
 from outrider.models.decoding.growing_tree import UNREAD, GrowingTree
-from outrider.models.decoding.sampling import RowSeeds, Sampling
+from outrider.models.decoding.sampling import Randomness, RowSeeds, Sampling
 from outrider.models.decoding.speculation import ExpectedSpeculation, Speculation
 from outrider.models.decoding.types import NO_NODE, Prompts, TargetOutput
 from outrider.models.decoding.window import DraftRun, Window
@@ -48,7 +48,9 @@ class DialledDrafter:
     max_nodes: int = 20
     vocab: int = 6
 
-    def begin(self, prompts: Prompts, prefill: TargetOutput, last_token: int, *, max_new_tokens: int) -> DialledState:
+    def begin(
+        self, prompts: Prompts, prefill: TargetOutput, last_token: int, *, max_new_tokens: int, generator: Randomness = None
+    ) -> DialledState:
         assert last_token == self.text[0]
         return DialledState(1)
 
@@ -79,7 +81,9 @@ class DialledDrafter:
             state.right.update(child for child in range(first, len(tree)) if tree.tokens[child] == true)
         return True
 
-    def follow(self, state: DialledState, tokens: Sequence[int], output: TargetOutput) -> DialledState:
+    def follow(
+        self, state: DialledState, tokens: Sequence[int], output: TargetOutput, generator: Randomness = None
+    ) -> DialledState:
         assert output.logits.shape[1] == len(tokens)
         num_tokens = state.num_tokens + len(tokens)
         assert list(tokens) == list(self.text[state.num_tokens : num_tokens])

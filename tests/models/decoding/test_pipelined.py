@@ -338,11 +338,11 @@ def test_a_drafter_gets_the_output_of_the_committed_tokens():
     longest = 0
 
     class Checks(DialledDrafter):
-        def follow(self, state: DialledState, tokens: Sequence[int], output: TargetOutput) -> DialledState:
+        def follow(self, state: DialledState, tokens: Sequence[int], output: TargetOutput, *options: Any) -> DialledState:
             nonlocal longest
             longest = max(longest, len(tokens))
             assert output.logits[0].argmax(-1).tolist() == list(tokens)
-            return super().follow(state, tokens, output)
+            return super().follow(state, tokens, output, *options)
 
     for seed in range(20):
         drafter = Checks(plain(PROMPT, 2), seed=seed, acceptance=0.5, width=3, confidence=0.4)

@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
@@ -473,3 +474,20 @@ def test_pipelined_tokens_are_those_of_plain_decoding(target, twin, kind, rule):
     if kind not in UNTRAINED:  # those are unsure
         assert (late.num_late > 0) == (kind != "null"), "several runs were under way"
         assert (late.num_cancelled > 0) == (kind != "null")
+
+
+def test_a_pipeline_foresees_the_draws(target, monkeypatch):
+    """A model that knows the target's probabilities knows what it will draw: little of its drafts is cancelled."""
+    reader = HFTarget(deepcopy(target.model), target.tokenizer, target.identity)
+    rule, seeds, ids = SpeculativeSampling(sampling=Sampling(temperature=1.0)), RowSeeds([5]), [torch.tensor(PROMPT)]
+    plain = list(generate(target, NullDrafter(), rule, ids, max_new_tokens=24, generator=seeds))
+    cancelled = []
+    for _ in range(2):
+        late = LateTarget(target, seed=5)
+        policy = ExpectedSpeculation(micro_batch=2, least_prob=0.0, clock=lambda: 0.0)
+        options: dict[str, Any] = {"max_new_tokens": 24, "speculation": policy, "generator": seeds}
+        steps = list(generate_pipelined(late, streaming_drafter(draft_model(reader)), rule, ids, **options))
+        assert [token for step in steps for token in step.tokens[0]] == [token for step in plain for token in step.tokens[0]]
+        cancelled.append(late.num_cancelled)
+        monkeypatch.setattr(growing_draft, "foreseen", lambda logits, *_: logits)
+    assert cancelled[0] < 0.5 * cancelled[1]
