@@ -10,6 +10,7 @@ import torch
 
 from outrider.eval.certify import certificate as certify
 from outrider.eval.certify import samples
+from outrider.eval.records.run_files import Audit
 from outrider.models.decoding import Sampling, SpeculativeSampling, TypicalAcceptance
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter, save_drafter
 from outrider.models.export.package import CertificateLine
@@ -144,6 +145,20 @@ def test_samples_of_another_distribution_fail_the_certificate(decoding, mistake,
     assert invoke(["certify", *decoding]).exit_code == 1
     lines = json.loads((tmp_path / "certificate.json").read_text())["lines"]
     assert [line["passed"] for line in lines] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("explained", [True, False])
+def test_rounding_may_explain_another_token_in_a_batch_only(tiny_target: HFTarget, explained: bool) -> None:
+    """As in an evaluation: a row's last digits depend on the other rows, in float32, too."""
+    prompts = [torch.tensor([[5, 6, 7]]), torch.tensor([[8, 9]])]
+    plain = certify.PlainAnswers(target=tiny_target, prompts=prompts, max_new_tokens=4)
+    other = [*plain.answers[1][:-1], plain.answers[1][-1] + 1]
+    plain._audits[1, tuple(other)] = Audit(deficit=1e-6, position=3, noise=1e-6, ends_rightly=True, within_noise=explained)
+    answers = [plain.answers[0], other]
+    together = plain.compare("drafter", answers, 0, batch_size=2)
+    words = "0 answers differ, and 1 within rounding" if explained else "1 answers differ"
+    assert (together.passed, together.result) == (explained, words)
+    assert not plain.compare("drafter", answers, 0).passed
 
 
 def test_an_interrupted_certificate_resumes(tmp_path: Path) -> None:
