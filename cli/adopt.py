@@ -1,7 +1,6 @@
 """`outrider adopt`: let a new drafter take an old one's place, if an evaluation of both allows it."""
 
 import shutil
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -44,7 +43,7 @@ def adopt_command(options: AdoptOptions) -> None:
     Exits with status 1, and changes nothing, if the evaluation doesn't allow it: answers that aren't proven lossless, a
     gain that could be chance, a loss on another suite, or a slower drafter.
     """
-    from ..data.files import replacing_directory, sha256_file
+    from ..data.files import earlier_path, replacing_directory, sha256_file
     from ..eval.records.names import RECORDS_FILE, RUN_FILE
     from ..eval.records.records import read_records
     from ..eval.records.run_files import read_info
@@ -82,7 +81,7 @@ def adopt_command(options: AdoptOptions) -> None:
         return
 
     # 3. A copy of the old one first: a kill leaves one of both whole in its place.
-    kept = next(path for path in (Path(f"{options.old}_earlier_{number}") for number in count(1)) if not path.exists())
+    kept = earlier_path(options.old)
     with replacing_directory(kept) as folder:
         shutil.copytree(options.old, folder, dirs_exist_ok=True)
     with replacing_directory(options.old) as folder:

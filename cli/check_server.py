@@ -35,8 +35,8 @@ class CheckServerOptions(TargetOptions):
     """Address of the server: http://HOST:8000 of vLLM, SGLang or llama.cpp. A key is read from
     OPENAI_API_KEY."""
     without: str | None = None
-    """Address of a server of the same target without a drafter: it is the reference, and the
-    speedup is over it. null: the target here is the reference."""
+    """Address of a server of the same target without a drafter: the speedup is over it, and it is the
+    reference, unless `drafter` is given. null: the target here is the reference."""
     model: str | None = None
     """The model's name on the servers; null: the target's, or the only one."""
     drafter: str | None = None

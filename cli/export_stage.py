@@ -6,13 +6,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..data.files import TEMPORARY, finish_replacing, replacing_directory
+from ..data.files import TEMPORARY, earlier_path, finish_replacing, replacing_directory
 from ..eval.records.names import SUMMARY_FILE
 from ..eval.report.card import model_card
 from ..eval.report.card_figures import rows_of
 from ..eval.report.card_options import CardOptions
 from ..models.drafters.registry import DrafterSpec
-from ..models.drafters.saved.folder import read_drafter_config
+from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
 from ..models.export.config import ExportConfig
 from ..models.export.package import make_package, names_left_open
 from ..models.export.registry import export_drafter, formats_for, programs_for
@@ -47,7 +47,7 @@ def describe_unexportable(refusals: Mapping[str, str | None]) -> str | None:
 def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarget, folder: Path) -> None:
     """Write each drafter's folder for the Hub, and its formats.
 
-    An existing folder for the Hub with other content stays. Raises ValueError if a drafter can't be
+    An existing folder for the Hub with another card stays. Raises ValueError if a drafter can't be
     written; files that were written before are kept.
     """
     for drafter in drafters:
@@ -68,13 +68,16 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
 
 
 def _package(drafter: Path, package: Path, options: CardOptions) -> None:
-    """Write the folder for the Hub, unless a folder with other content stays."""
+    """Write the folder for the Hub. One of this drafter with other content stays, and one of other weights is renamed."""
     card = model_card(drafter, options)
     with tempfile.TemporaryDirectory(prefix=f".{package.name}.", suffix=TEMPORARY, dir=package.parent) as temporary:
         new = Path(temporary) / "new"
         make_package(drafter, new, card)
         finish_replacing(package)
         differing = _differing(new, package)
+        if WEIGHTS_FILE in differing and (package / WEIGHTS_FILE).exists():
+            package.rename(aside := earlier_path(package))
+            log.warning("%s has other weights than %s, as before more training: it is now %s", package, drafter, aside)
         if differing and package.exists():
             log.warning(
                 "%s has other content than a new folder would have (%s), and stays; remove it to get the new one",

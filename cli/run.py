@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +22,7 @@ from tqdm import tqdm
 from yaml import YAMLError
 
 from ..data.chat import use_chat_template
-from ..data.files import atomic_write_text, locked, sha256_file
+from ..data.files import atomic_write_text, earlier_path, locked, sha256_file
 from ..data.manifest import MANIFEST_FILE, Manifest
 from ..data.paths import looks_like_path
 from ..data.shards import label_store
@@ -207,9 +206,7 @@ def set_aside_evaluation(evaluation: Path, drafter_dirs: Sequence[Path]) -> None
     present = {sha256_file(directory / WEIGHTS_FILE) for directory in drafter_dirs}
     if present <= recorded or recorded <= present:
         return
-    paths = (evaluation.with_name(f"{evaluation.name}_earlier_{number}") for number in count(1))
-    aside = next(path for path in paths if not path.exists())
-    evaluation.rename(aside)
+    evaluation.rename(aside := earlier_path(evaluation))
     names = ", ".join(map(str, drafter_dirs))
     log.warning("%s is of other drafters than %s, or of these before more training: it is now %s", evaluation, names, aside)
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
+from itertools import count
 from pathlib import Path
 from types import GenericAlias
 from typing import Any, TypeVar
@@ -53,6 +54,11 @@ def replacing(path: Path) -> Iterator[Path]:
             _sync_directory(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def earlier_path(path: Path) -> Path:
+    """Return the first free one of `PATH_earlier_1`, `PATH_earlier_2`, ..."""
+    return next(free for number in count(1) if not (free := Path(f"{path}_earlier_{number}")).exists())
 
 
 @contextmanager

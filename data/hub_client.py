@@ -53,7 +53,7 @@ class BoundedClient(httpx.Client):
         super().__init__(**options)
         self.go_offline, self.endpoint = go_offline, constants.ENDPOINT
         self.num_failures = Counter[tuple[str, str]]()
-        """Failures so far, by method and path."""
+        """Failures since the last success, by method and path."""
 
     def send(self, request: httpx.Request, *, stream: bool = False, **options: Any) -> httpx.Response:
         """Send a request within the bounds. Raises OfflineModeIsEnabled."""
@@ -69,6 +69,8 @@ class BoundedClient(httpx.Client):
         response = self._within_deadline(request, stream, options)
         if response.status_code in (408, 429) or response.status_code >= 500:
             self._count_failure(request, response)
+        else:
+            self.num_failures.pop((request.method, request.url.path), None)
         return response
 
     def _count_failure(self, request: httpx.Request, response: httpx.Response) -> None:

@@ -43,10 +43,10 @@ class DistillConfig:
 
     features: Annotated[str, one_of(*FEATURES)] = "none"
     """`none` stores no hidden states, so training recomputes them. `last_hidden` stores the
-    target's last ones, which all drafters except EAGLE-3 and draft models read."""
+    target's last ones, which all drafters except EAGLE-3, block drafters and draft models read."""
 
     feature_layers: Annotated[list[NonNegativeInt], AfterValidator(different)] = field(default_factory=list)
-    """Layers of the target whose inputs are stored, as an EAGLE-3 drafter reads them
+    """Layers of the target whose inputs are stored, as EAGLE-3 and block drafters read them
     (drafter.feature_layers). Training then needs no pass of the target."""
 
     features_dtype: Annotated[str, one_of(*STATE_DTYPES)] = "bfloat16"
@@ -90,7 +90,7 @@ class DistillConfig:
     conversation's id and the turn."""
 
     decode_batch_size: SmallCount | None = None
-    """Answers decoded in parallel: rows of a batch, or requests in flight. None is the engine's
+    """Answers decoded in parallel: rows of a batch, or requests in flight of each process to each server. None is the engine's
     default."""
 
     drafter: str | None = None

@@ -52,8 +52,8 @@ class SuiteConfig:
     """mt_bench, alpaca_eval, spec_bench, human_eval, gsm8k, languages, manual or stdlib; any other
     name stands for a file of your own prompts."""
     path: str | None = None
-    """A local file of the suite; None reads it from the Hub, at the commit that the suite is pinned to
-    (or, for stdlib, from the running Python)."""
+    """A local file of the suite. None reads it from the Hub, at the commit that the suite is pinned to;
+    stdlib and manual come from the running Python, and languages ships with outrider. spec_bench needs it."""
     limit: PositiveInt | None = None
     """At most this many prompts, sampled with the seed; None takes all."""
 

@@ -305,14 +305,17 @@ def test_more_medusa_heads_than_the_horizon_trains_are_an_error(finished: tuple[
 
 
 @pytest.mark.slow
-def test_more_steps_set_the_evaluation_of_the_earlier_drafter_aside(finished, overrides, tmp_path, caplog):
+def test_more_steps_set_what_is_of_the_earlier_drafter_aside(finished, overrides, tmp_path, caplog):
     folder = tmp_path / "run"
     shutil.copytree(finished[0], folder)
     options = [*overrides, f"output_dir={folder}"]
     run_here("conf=demo", *options, "stages=[train,eval]")
-    before = digests(folder / "eval")
+    before, package = digests(folder / "eval"), digests(folder / "package")
     with caplog.at_level("WARNING", "outrider"):
-        run_here("conf=demo", *options, "stages=[train,eval]", "train.steps=4")
+        run_here("conf=demo", *options, "stages=[train,eval,export]", "train.steps=4")
+    assert f"package has other weights than {folder / 'drafter'}" in caplog.text
+    assert digests(folder / "package_earlier_1") == package, "it would be pushed with the earlier weights"
+    assert digests(folder / "package")["model.safetensors"] == digests(folder / "drafter")["model.safetensors"]
     assert f"other drafters than {folder / 'drafter'}, or of these before more training: it is now " in caplog.text
     assert str(folder / "eval_earlier_1") in caplog.text
     assert digests(folder / "eval_earlier_1") == before

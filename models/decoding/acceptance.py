@@ -27,7 +27,8 @@ class GreedyAcceptance:
     lossless, is_random = True, False
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
-        return follow_choices(tree, output.logits.max(-1).indices)
+        peaks, choices = output.logits.max(-1)
+        return follow_choices(tree, choices, peaks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +108,10 @@ class Walk:
     num_accepted: Int[torch.Tensor, " batch"]
     entry: Int[torch.Tensor, " batch"]
 
-    def accept(self, bonus_token: Int[torch.Tensor, " batch"]) -> Acceptance:
-        return Acceptance(path=self.path, num_accepted=self.num_accepted, entry=self.entry, bonus_token=bonus_token)
+    def accept(self, bonus_token: Int[torch.Tensor, " batch"], peaks: torch.Tensor | None = None) -> Acceptance:
+        return Acceptance(
+            path=self.path, num_accepted=self.num_accepted, entry=self.entry, bonus_token=bonus_token, peaks=peaks
+        )
 
 
 def follow(tree: DraftTree, accepted: Bool[torch.Tensor, "batch node"]) -> Walk:
@@ -121,7 +124,9 @@ def follow(tree: DraftTree, accepted: Bool[torch.Tensor, "batch node"]) -> Walk:
     return Walk(path=_path_to(tree, entry, num_accepted), num_accepted=num_accepted, entry=entry)
 
 
-def follow_choices(tree: DraftTree, choices: Int[torch.Tensor, "batch entry"]) -> Acceptance:
+def follow_choices(
+    tree: DraftTree, choices: Int[torch.Tensor, "batch entry"], peaks: Float[torch.Tensor, "batch entry"] | None = None
+) -> Acceptance:
     """Walk down as long as the token that the target chose is a child.
 
     `choices[b, 0]` is the target's choice after the last committed token, and `choices[b, n + 1]`
@@ -129,9 +134,9 @@ def follow_choices(tree: DraftTree, choices: Int[torch.Tensor, "batch entry"]) -
     """
     if tree.num_nodes == 0:  # plain decoding, which is the baseline, does nothing that it doesn't need
         nothing = tree.depths.sum(1)
-        return Acceptance(path=tree.tokens, num_accepted=nothing, entry=nothing, bonus_token=choices[:, 0])
+        return Acceptance(path=tree.tokens, num_accepted=nothing, entry=nothing, bonus_token=choices[:, 0], peaks=peaks)
     walk = follow(tree, tree.tokens == choices.gather(1, tree.parents + 1))
-    return walk.accept(choices.gather(1, walk.entry[:, None])[:, 0])
+    return walk.accept(choices.gather(1, walk.entry[:, None])[:, 0], peaks)
 
 
 def follow_draws(

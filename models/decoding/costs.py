@@ -129,20 +129,14 @@ def lowest_slopes(table: Sequence[float]) -> list[float]:
 
     The last number has no larger tree: infinity.
     """
-    slopes = [float("inf")] * len(table)
     # The lower convex hull from the right: its first edge from each point is the lowest slope.
-    hull: list[int] = []
-    for n in range(len(table) - 1, -1, -1):
-        while len(hull) > 1 and _slope(table, n, hull[-1]) >= _slope(table, hull[-1], hull[-2]):
+    slopes, hull = [float("inf")] * len(table), [len(table) - 1]
+    for n in range(len(table) - 2, -1, -1):
+        while (slope := (table[hull[-1]] - table[n]) / (hull[-1] - n)) >= slopes[hull[-1]]:
             hull.pop()
-        if hull:
-            slopes[n] = _slope(table, n, hull[-1])
+        slopes[n] = slope
         hull.append(n)
     return slopes
-
-
-def _slope(table: Sequence[float], left: int, right: int) -> float:
-    return (table[right] - table[left]) / (right - left)
 
 
 def mean_sums(rows: Sequence[Sequence[float]], *, initial: float = 0.0) -> list[float]:

@@ -26,6 +26,7 @@ from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import sqrt
+from typing import NamedTuple
 
 from .costs import STALL, Seconds, StepSeconds, best_width, lowest_slopes, mean_sums, widths_up_to
 
@@ -216,6 +217,14 @@ class Reading:
         return self.ratios[bisect(READ_BOUNDS, read)]
 
 
+class Best(NamedTuple):
+    """The best number of nodes of a tree: how many, the tokens that they are expected to give, and their pass's seconds."""
+
+    nodes: int
+    tokens: float
+    seconds: float
+
+
 class Pacer:
     """Costs and gains of the steps of batches of about one size, and the choices they lead to.
 
@@ -279,14 +288,9 @@ class Pacer:
         if grows:
             self.reads[group].add_seconds(1, seconds)
 
-    def added(self, before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-        """Return what a group adds to the expected tokens at the best numbers of nodes, and these nodes' seconds."""
-        (old, _), (new, _), table = self.best(before), self.best(after), self.verify.table
-        return after[new] - before[old], table[new] - table[old]
-
-    def add_gain(self, group: int, situation: tuple[int, ...], before: Sequence[float], after: Sequence[float]) -> None:
-        """Learn what a group that was asked is expected to add, given the expected tokens."""
-        self.gains[group].add(situation, *self.added(before, after))
+    def add_gain(self, group: int, situation: tuple[int, ...], before: Best, after: Best) -> None:
+        """Learn what a group that was asked is expected to add."""
+        self.gains[group].add(situation, after.tokens - before.tokens, after.seconds - before.seconds)
 
     def num_reads(self, group: int, probs: Sequence[Sequence[float]]) -> int:
         """Return how many nodes of each row the next pass of a growing model reads; 0: it isn't worth its time.
@@ -295,13 +299,11 @@ class Pacer:
         """
         return self.reads[group].best(probs, self.rate)
 
-    def add_read(
-        self, group: int, probs: Sequence[Sequence[float]], seconds: float, before: Sequence[float], after: Sequence[float]
-    ) -> None:
-        """Learn from such a pass, given the expected tokens."""
+    def add_read(self, group: int, probs: Sequence[Sequence[float]], seconds: float, before: Best, after: Best) -> None:
+        """Learn from such a pass."""
         self._read_seconds += self.reads[group].seconds.table[max(map(len, probs))] or seconds
-        tokens, node_seconds = self.added(before, after)
-        self.reads[group].add(probs, seconds, tokens - self.rate * node_seconds)
+        gained = after.tokens - before.tokens - self.rate * (after.seconds - before.seconds)
+        self.reads[group].add(probs, seconds, gained)
 
     def longest_read(self, group: int) -> float:
         """Return the seconds of a growing model's pass that reads most nodes; 0 before the first pass."""
@@ -311,12 +313,12 @@ class Pacer:
         """Return how many nodes to verify; in a trial the width to be tried."""
         if self._trials:
             return min(self._trials[-1], len(gains) - 1)
-        best, _ = self.best(gains)
-        return self.verify.revisited(best, len(gains) - 1, self.step)
+        return self.verify.revisited(self.best(gains).nodes, len(gains) - 1, self.step)
 
-    def best(self, gains: Sequence[float]) -> tuple[int, float]:
-        """Return the best number of nodes, and its tokens less what its time is worth."""
-        return best_width(gains, self.verify.table, self.rate, self.verify.widths)
+    def best(self, gains: Sequence[float]) -> Best:
+        """Return the best number of nodes, given the expected tokens of the likeliest n."""
+        nodes, _ = best_width(gains, self.verify.table, self.rate, self.verify.widths)
+        return Best(nodes, gains[nodes], self.verify.table[nodes])
 
     def add_step(self, num_nodes: int, tokens: float, expected: float, draft_seconds: float, verify_seconds: float) -> None:
         """Learn from a step that is over; `expected` are its tokens before scaling."""

@@ -40,7 +40,7 @@ def numbers_of(tree: DraftTree, output: TargetOutput, acceptance: Acceptance) ->
     drafts = tree.tokens.gather(1, path.clamp(min=0)).clamp(min=0) if tree.num_nodes else path
     first = torch.stack([acceptance.num_accepted, acceptance.num_accepted + 1, acceptance.entry, acceptance.bonus_token], dim=1)
     # Of one type: tensors of several types would be copied one by one.
-    return torch.cat([first, path, entries, drafts, _are_numbers(output, entries).long()], dim=1)
+    return torch.cat([first, path, entries, drafts, _are_numbers(output, acceptance, entries).long()], dim=1)
 
 
 def acceptance_of(numbers: Int[torch.Tensor, "batch number"], depth: int) -> Acceptance:
@@ -86,8 +86,12 @@ def in_batch(rows: Sequence[int], answers: Sequence[Sequence[int]]) -> Where:
     return lambda row, place: f"token {len(answers[rows[row]]) + 1 + place} of the answer in row {rows[row]} of the batch"
 
 
-def _are_numbers(output: TargetOutput, entries: Int[torch.Tensor, "batch entry"]) -> Bool[torch.Tensor, "batch entry"]:
+def _are_numbers(
+    output: TargetOutput, acceptance: Acceptance, entries: Int[torch.Tensor, "batch entry"]
+) -> Bool[torch.Tensor, "batch entry"]:
     """Return whether the logits of the entries are numbers."""
+    if acceptance.peaks is not None:
+        return acceptance.peaks.gather(1, entries).abs() < inf
     logits = output.logits
     if logits.shape[1] > 1:  # whole trees of logits are large
         logits = logits[torch.arange(len(logits), device=logits.device)[:, None], entries]

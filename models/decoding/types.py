@@ -144,6 +144,8 @@ class Acceptance:
     num_accepted: Int[torch.Tensor, " batch"]
     entry: Int[torch.Tensor, " batch"]
     bonus_token: Int[torch.Tensor, " batch"]
+    peaks: Float[torch.Tensor, "batch entry"] | None = None
+    """The largest logit after each entry of the tree, if the rule has computed them."""
     numbers: Int[torch.Tensor, "batch number"] | None = None
     """All numbers of the decision (see `reading.numbers_of`), if they are computed already."""
 

@@ -206,9 +206,10 @@ class MergedDrafter(Drafter[MergedState, MergedProposal]):
         floors = None if pacer.is_trial else pacer.floors()
         self.merge.rank(draft, floors)
         gains = pacer.trusted(expected_tokens(draft.rows))
+        best = pacer.best(gains)
         accepted = bisect(ACCEPTED_BOUNDS, sum(draft.state.num_accepted) / len(draft.last_tokens))
         for group, indexes in enumerate(self._groups):
-            before, rows_before = gains, draft.rows
+            before, rows_before = best, draft.rows
             if not self._has_root(draft, indexes[0]):
                 # 1. Skip a group that costs more than it is expected to gain.
                 situation = (accepted, bisect(EXPECTED_BOUNDS, gains[-1] - 1))
@@ -223,22 +224,26 @@ class MergedDrafter(Drafter[MergedState, MergedProposal]):
                 gains = pacer.trusted(expected_tokens(draft.rows))
                 pacer.add_draft(group, self.clock() - started, grows=indexes[0] in draft.grown)
                 # 3. Learn what it is expected to add.
+                best = pacer.best(gains)
                 if not pacer.is_trial:
-                    pacer.add_gain(group, situation, before, gains)
+                    pacer.add_gain(group, situation, before, best)
             if not pacer.is_trial:
                 if indexes[0] in draft.grown:
-                    gains = self._grow(draft, group, pacer, floors)
-                step.asked.append(Asked(group, rows_before, pacer.best(before)[0], pacer.added(before, gains)[0]))
+                    gains = self._grow(draft, group, pacer, floors, gains)
+                    best = pacer.best(gains)
+                step.asked.append(Asked(group, rows_before, before.nodes, best.tokens - before.tokens))
         return pacer.width(gains)
 
     def _has_root(self, draft: MergedDraft, index: int) -> bool:
         """Return whether a growing model has read the last token already: as a draft token, or with a long unread text."""
         return index in draft.grown and draft.state.sources[index].is_rooted
 
-    def _grow(self, draft: MergedDraft, group: int, pacer: Pacer, floors: Sequence[float] | None) -> list[float]:
+    def _grow(
+        self, draft: MergedDraft, group: int, pacer: Pacer, floors: Sequence[float] | None, gains: list[float]
+    ) -> list[float]:
         """Let a model read nodes as long as a pass is worth its time; return the expected tokens then."""
         (index,) = self._groups[group]
-        gains = pacer.trusted(expected_tokens(draft.rows))
+        best = pacer.best(gains)
         while any(reads := self.merge.unread(draft, index)):
             # 1. The number of nodes whose children are expected to add most.
             probs = [[merged.prob(node) for node in row] for merged, row in zip(draft.rows, reads, strict=True)]
@@ -246,14 +251,15 @@ class MergedDrafter(Drafter[MergedState, MergedProposal]):
             if not count:
                 break
             # 2. Read them.
-            before, started = gains, self.clock()
+            before, started = best, self.clock()
             takes_pass = self.merge.read(draft, index, [row[:count] for row in reads])
             self.merge.rank(draft, floors)
             seconds = self.clock() - started
             gains = pacer.trusted(expected_tokens(draft.rows))
+            best = pacer.best(gains)
             # 3. Learn what a pass took, and what the children add.
             if takes_pass:
-                pacer.add_read(group, [row[:count] for row in probs], seconds, before, gains)
+                pacer.add_read(group, [row[:count] for row in probs], seconds, before, best)
         return gains
 
     def _grow_on(self, draft: MergedDraft, seconds: float) -> bool:

@@ -10,7 +10,6 @@ from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, inf, isnan, log
-from typing import NamedTuple
 
 from ..decoding.growing_tree import GrowingTree
 from ..decoding.types import NO_NODE
@@ -32,13 +31,6 @@ DISSENT = 0.65
 """Share of the best single estimate that a token keeps if a source proposes only other tokens there.
 
 Measured with the demo's target and drafters, like all constants of calibration."""
-
-
-class Child(NamedTuple):
-    """A token that some sources propose after an entry, and the cells that learn from it."""
-
-    token: int
-    keys: tuple[int, ...]
 
 
 class Proposals:
@@ -68,6 +60,9 @@ MAX_WALKS = 16
 
 SourceNode = tuple[Proposals, int]
 """A source's candidates, and the index of one of them; NO_NODE is their root."""
+Child = tuple[float, int, int, list[int], list[SourceNode]]
+"""A token that some sources propose after a node: the estimate that it is accepted, the token, its sources as a
+bitmask, the cells of calibration that learn from it, and its node in each source."""
 
 
 @dataclass(slots=True)
@@ -105,10 +100,8 @@ class MergedRow:
 
     def child(self, entry: int, token: int) -> int | None:
         """Return the child of an entry with this token, if it is a node."""
-        for node in range(entry + 1, len(self.tokens)):
-            if self.parents[node] == entry and self.tokens[node] == token:
-                return node
-        return None
+        tokens, parents = self.tokens, self.parents
+        return next((node for node in range(entry + 1, len(tokens)) if tokens[node] == token and parents[node] == entry), None)
 
     def num_followed(self, tokens: Sequence[int], num_nodes: int) -> int:
         """Return how many of these tokens are a path of the likeliest nodes."""
@@ -142,12 +135,13 @@ def grow(
     serial = 0
     parent, depth, prob = NO_NODE, 0, 1.0
     nodes = [(source, NO_NODE) for source in sources]
+    has_attached = any(source.attached for source in sources)
     while True:
         # 1. Look at the children of the node that was added last.
         depth += 1
-        tokens, row.children[parent] = children(nodes, depth, counts)
-        for estimate, token, proposed_by, nodes in tokens:
-            heapq.heappush(heap, (-prob * estimate, serial, token, parent, proposed_by, depth, nodes))
+        row.children[parent] = found = children(nodes, depth, counts)
+        for estimate, token, proposed_by, _, nodes in found:
+            heapq.heappush(heap, (-prob * min(estimate, MAX_ESTIMATE), serial, token, parent, proposed_by, depth, nodes))
             serial += 1
         # 2. Add the likeliest node that is left.
         num_nodes = len(row.tokens)
@@ -165,21 +159,15 @@ def grow(
         row.probs.append(prob)
         row.origins.append(proposed_by)
         row.depths.append(depth)
-        if any(source.attached for source, _ in nodes):
+        if has_attached:
             nodes = [*nodes, *(more for source, node in nodes for more in source.attached.get(node, ()))]
         row.places.append(nodes)
 
 
-def children(
-    parents: Sequence[SourceNode], depth: int, counts: OutcomeCounts
-) -> tuple[list[tuple[float, int, int, list[SourceNode]]], list[Child]]:
-    """Return the tokens that sources propose after a node, and what calibration learns from.
-
-    `parents` is the node in each source that proposed it. For each token: the estimate that it is
-    accepted, the token, its sources as a bitmask, and its node in each of them.
-    """
+def children(parents: Sequence[SourceNode], depth: int, counts: OutcomeCounts) -> list[Child]:
+    """Return the tokens that sources propose after a node. `parents` is the node in each source that proposed it."""
     present = 0
-    by_token: dict[int, tuple[list[float], int, list[int], list[SourceNode]]] = {}
+    by_token: dict[int, Child] = {}
     # 1. The estimate of each source.
     for source, parent in parents:
         siblings = source.children.get(parent)
@@ -197,33 +185,22 @@ def children(
                 estimate = likely / (likely + 1 - estimate)
             token = tokens[node]
             if token in by_token:
-                estimates, proposed_by, keys, nodes = by_token[token]
-                estimates.append(estimate)
+                best, _, proposed_by, keys, nodes = by_token[token]
                 keys.append(key)
                 nodes.append((source, node))
-                by_token[token] = (estimates, proposed_by | source.bit, keys, nodes)
+                by_token[token] = max(best, estimate), token, proposed_by | source.bit, keys, nodes
             else:
-                by_token[token] = ([estimate], source.bit, [key], [(source, node)])
-    # 2. A single source: its estimates.
-    if not present & (present - 1):
-        return (
-            [
-                (min(estimates[0], MAX_ESTIMATE), token, proposed_by, nodes)
-                for token, (estimates, proposed_by, _, nodes) in by_token.items()
-            ],
-            [Child(token, (keys[0],)) for token, (_, _, keys, _) in by_token.items()],
-        )
-    # 3. Several: corrected by how often they were right together.
-    merged, learned = [], []
-    for token, (estimates, proposed_by, keys, nodes) in by_token.items():
-        best = max(estimates)
-        key = agreement_key(proposed_by, present, best)
-        hits, total = counts.get(key, NO_COUNTS)
-        start = best if proposed_by == present else DISSENT * best
-        estimate = (hits + AGREEMENT_WEIGHT * start) / (total + AGREEMENT_WEIGHT)
-        merged.append((min(estimate, MAX_ESTIMATE), token, proposed_by, nodes))
-        learned.append(Child(token, (*keys, key)))
-    return merged, learned
+                by_token[token] = estimate, token, source.bit, [key], [(source, node)]
+    # 2. Those of several sources are corrected by how often they were right together.
+    if present & (present - 1):
+        for token, (best, _, proposed_by, keys, nodes) in by_token.items():
+            key = agreement_key(proposed_by, present, best)
+            hits, total = counts.get(key, NO_COUNTS)
+            start = best if proposed_by == present else DISSENT * best
+            keys.append(key)
+            estimate = (hits + AGREEMENT_WEIGHT * start) / (total + AGREEMENT_WEIGHT)
+            by_token[token] = estimate, token, proposed_by, keys, nodes
+    return [*by_token.values()]
 
 
 RING_WEIGHT, RING_POWER = 0.75, 0.45
@@ -253,9 +230,9 @@ def follow(walks: Sequence[MergeWalk], token: int, *counts: OutcomeCounts) -> tu
     """
     kept = []
     for row, entry in walks:
-        for child in row.children.get(entry, ()):
+        for _, proposed, _, keys, _ in row.children.get(entry, ()):
             for taught in counts:
-                teach(taught, child.keys, child.token == token)
+                teach(taught, keys, proposed == token)
         node = row.child(entry, token)
         if node is not None:
             kept.append((row, node))

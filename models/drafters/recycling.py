@@ -36,7 +36,10 @@ PRIOR = (
 """Estimates that a successor is accepted, by the number of tokens in its context and by its rank;
 later ranks have the last one. Measured on answers of the demo's target."""
 CONTEXT = len(PRIOR)
-"""Most tokens of a context."""
+"""Most tokens of a context. A context is a number: its tokens are the digits, the last one first, and none is 0."""
+MASKS = tuple((1 << TOKEN_BITS * n) - 1 for n in range(1, CONTEXT + 1))
+"""What leaves the last n tokens of a context."""
+LAST_RANK = len(PRIOR[0]) - 1
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -70,38 +73,42 @@ class SuccessorTable:
     def __init__(self, top_k: int) -> None:
         self.top_k = top_k
         self.rows: dict[int, list[int]] = {}
-        self.keys: list[int] = []
-        """The contexts at the end of the text, the shortest first."""
+        self.context = 0
+        """The context at the end of the text."""
 
     def add(self, entry: Verified) -> None:
         """Store the successors of all entries, those of the accepted path last."""
         rows = entry.successors
-        keys: list[list[int]] = []
+        contexts: list[int] = []
         for token, parent in zip(entry.tokens, entry.parents, strict=True):
-            keys.append(self.keys_after(self.keys if parent == NO_NODE else keys[parent], token))
+            contexts.append(after(self.context if parent == NO_NODE else contexts[parent], token))
         path = set(entry.path)
         others = [index for index in range(len(rows)) if index not in path]
         for index in (*others, *entry.path):
-            row = rows[index]
-            for key in keys[index] if row else ():
+            row, context = rows[index], contexts[index]
+            for mask in MASKS[:CONTEXT] if row else ():
+                key = context & mask
                 self.rows[key] = row if len(row) == self.top_k else self.extended(row, key)
-        self.keys = keys[entry.path[-1]]
+        self.context = contexts[entry.path[-1]]
 
     def extended(self, row: list[int], key: int) -> list[int]:
         """Return a short row with the successors before it, as far as there is room."""
         return [*row, *[token for token in self.rows.get(key, ()) if token not in row]][: self.top_k]
 
-    def keys_after(self, keys: Sequence[int], token: int) -> list[int]:
-        """Return the contexts that end with a token, the shortest first, given those before it."""
-        # As digits of a number, the last token first. No digit is 0, so lengths differ, too.
-        return [token + 1 << TOKEN_BITS * n | key for n, key in enumerate((0, *keys[: CONTEXT - 1]))]
+    def find(self, context: int) -> tuple[list[int], int]:
+        """Return the successors after the longest known end of a context, and its number of tokens.
 
-    def find(self, keys: Sequence[int]) -> tuple[list[int], int]:
-        """Return the successors after the longest known context, and its number of tokens."""
-        for n in range(len(keys), 0, -1):
-            if row := self.rows.get(keys[n - 1]):
+        A text of fewer tokens has no known ones.
+        """
+        for n in range(CONTEXT, 0, -1):
+            if row := self.rows.get(context & MASKS[n - 1]):
                 return row, n
         return [], 0
+
+
+def after(context: int, token: int) -> int:
+    """Return the context that ends with a further token."""
+    return (context << TOKEN_BITS | token + 1) & MASKS[CONTEXT - 1]
 
 
 class Recycling(TrainingFreeDrafter):
@@ -152,35 +159,37 @@ class Recycling(TrainingFreeDrafter):
         return verified
 
     def candidates_of(self, store: SuccessorTable, tokens: Sequence[int]) -> Candidates:
-        keys = store.keys
+        context, most, max_depth = store.context, self.config.tree_nodes, self.config.depth
         for token in tokens:
-            keys = store.keys_after(keys, token)
+            context = after(context, token)
         drafts: list[int] = []
         parents: list[int] = []
+        scores: list[float] = []
         bins: list[int] = []
         depths: list[int] = []
         node, prob = NO_NODE, 1.0
         # The best open node of each parent: minus its probability, its parent, its rank, and the
-        # parent's successors, context, keys and probability.
-        heap: list[tuple[float, int, int, list[int], int, list[int], float]] = []
-        while len(drafts) < self.config.tree_nodes:
+        # parent's successors, their known context's length, its context and its probability.
+        heap: list[tuple[float, int, int, list[int], int, int, float]] = []
+        while len(drafts) < most:
             # 1. Open the first child of the newest node.
-            row, n = store.find(keys)
-            if row and (node == NO_NODE or depths[node] < self.config.depth):
-                heapq.heappush(heap, (-prob * PRIOR[n - 1][0], node, 0, row, n, keys, prob))
+            row, n = store.find(context)
+            if row and (node == NO_NODE or depths[node] < max_depth):
+                heapq.heappush(heap, (-prob * PRIOR[n - 1][0], node, 0, row, n, context, prob))
             # 2. The likeliest open node joins the tree, and its next sibling opens.
             if not heap:
                 break
             negative, parent, rank, row, n, above, parent_prob = heap[0]
             if rank + 1 < len(row):
-                weight = PRIOR[n - 1][min(rank + 1, len(PRIOR[0]) - 1)]
+                weight = PRIOR[n - 1][min(rank + 1, LAST_RANK)]
                 heapq.heapreplace(heap, (-parent_prob * weight, parent, rank + 1, row, n, above, parent_prob))
             else:
                 heapq.heappop(heap)
+            column = min(rank, LAST_RANK)
             drafts.append(row[rank])
             parents.append(parent)
-            bins.append((n - 1) * len(PRIOR[0]) + min(rank, len(PRIOR[0]) - 1))
+            scores.append(PRIOR[n - 1][column])
+            bins.append((n - 1) * len(PRIOR[0]) + column)
             depths.append(1 if parent == NO_NODE else depths[parent] + 1)
-            node, keys, prob = len(drafts) - 1, store.keys_after(above, row[rank]), -negative
-        scores = [PRIOR[number // len(PRIOR[0])][number % len(PRIOR[0])] for number in bins]
+            node, context, prob = len(drafts) - 1, after(above, row[rank]), -negative
         return Candidates(tokens=drafts, parents=parents, scores=scores, bins=bins)

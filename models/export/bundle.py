@@ -30,6 +30,7 @@ LEFT_OUT = frozenset(
     {
         "models.drafters.mtp_weights",
         "models.llm.config",
+        "models.llm.gguf_files",
         "models.llm.loading",
         "models.llm.tensor_parallel",
         "models.llm.weight_stream",

@@ -21,6 +21,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig
 from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
 
+from ...data.paths import folders_of
 from ..decoding.loop import generate as decode
 from ..decoding.sampling import RowSeeds
 from ..decoding.types import Step
@@ -160,16 +161,16 @@ def find_parts(drafter: str | Path | None, hub_options: dict[str, Any]) -> Draft
 
     In the second case the revision is the code's.
     """
-    source, options = drafter or _source_of_call(), dict(hub_options)
+    source, options = str(drafter or _source_of_call()), dict(hub_options)
     commit = Path(__file__).parents[1].name
     if drafter is not None:
         options.pop("revision", None)  # the code's revision; a drafter's revision is part of its name, user/name@revision
     elif not Path(source).is_dir() and re.fullmatch("[0-9a-f]{40}", commit):
         options["revision"] = commit  # transformers keeps code from the Hub in a folder that is named after the commit
     options.pop("proxies", None)
-    if drafter is not None:
-        return parse_drafter_name(drafter if isinstance(drafter, str) else Path(drafter), **options)
-    return packaged_parts(resolve_drafter(source, **options))
+    if drafter is not None and folders_of(drafter) != [source]:
+        return parse_drafter_name(source, **options)
+    return packaged_parts(resolve_drafter(source, **options))  # one folder or repository, with all parts of a package
 
 
 def _source_of_call() -> str:

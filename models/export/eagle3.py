@@ -119,7 +119,7 @@ def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
     problems = eagle3_layer_problems(drafter, "the engines' EAGLE-3") + embedding_problems(target)
     usual = usual_layers(len(decoder_layers(target.model)))
     if drafter.feature_layers != usual:
-        is_deep = list(usual) == sorted(set(usual)) and usual[0] >= 0
+        is_deep = list(usual) == sorted(set(usual))
         remedy = f"export it as speculators, for vLLM, or train with drafter.feature_layers={list(usual)}"
         problems.append(
             f"it reads the inputs of the target's layers {list(drafter.feature_layers)}, but vLLM and SGLang agree on "

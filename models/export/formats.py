@@ -254,8 +254,8 @@ def take_dtype(drafter: TrainableDrafter, tensors: Tensors) -> None:
     If the entries have different dtypes, the parameters keep theirs.
     """
     dtypes = {tensors[name].dtype for name, _ in drafter.named_parameters() if name in tensors}
-    for parameter in drafter.parameters() if len(dtypes) == 1 else ():  # not buffers: rotary frequencies keep their type
-        parameter.data = parameter.data.to(next(iter(dtypes)))
+    if len(dtypes) == 1:
+        drafter.to(dtype=dtypes.pop())
 
 
 def _check_note(note: Note, format: Format, directory: Path, target: HFTarget) -> None:

@@ -26,8 +26,10 @@ SHOWN_LINES = 5
 
 
 def form_of(directory: Path) -> str:
-    """Return the format of ours that the converter reads: vLLM's, except for a reduced vocabulary of a block drafter."""
+    """Return the format of ours that the converter reads: vLLM's, or the one that has all layers or a reduced vocabulary."""
     saved = read_drafter_config(directory)
+    if saved.kind == "eagle3" and saved.drafter.get("feature_layers") is not None:
+        return "speculators"
     reduced = saved.kind == "block" and saved.drafter.get("draft_vocab_size") is not None
     return "speculators-dspark" if reduced else engine_format("vllm", directory)
 

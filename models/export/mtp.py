@@ -82,7 +82,8 @@ def _write_rest(source: Path, stored: Stored, replaced: frozenset[str], file: st
     files = {name: SHARD_NAME.format(1, 1) if name == SINGLE_FILE else name for name in names}
     for path in sorted(source.iterdir()):
         if path.name not in files:
-            if path.is_file() and path.suffix not in WEIGHTS and path.name not in (CONFIG_FILE, INDEX_FILE, NOTE_FILE):
+            is_other = path.suffix not in WEIGHTS and path.name not in (CONFIG_FILE, INDEX_FILE, NOTE_FILE)
+            if path.is_file() and is_other and not path.name.startswith("."):
                 shutil.copyfile(path, directory / path.name)
         elif read_header(path).keys() & replaced:
             _write_without(path, directory / files[path.name], replaced)

@@ -34,6 +34,7 @@ from ..drafters.saved.folder import (
     tensor_names,
 )
 from ..drafters.saved.parts import DrafterParts, packaged_parts, parse_drafter_name
+from ..llm.weight_files import INDEX_FILE
 from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE, START_FILE, custom_generate_files
 from .folders import NOTE_FILE
 
@@ -51,7 +52,7 @@ TOKENIZER_FILES = (
 ALLOWED = frozenset(
     {
         *(CERTIFICATE_FILE, CONFIG_FILE, GENERATION_FILE, NOTE_FILE, README_FILE, TRAINING_FILE, "LICENSE", "NOTICE"),
-        MERGE_FILE,
+        *(MERGE_FILE, INDEX_FILE, "added_tokens.json", "merges.txt", "vocab.json", "vocab.txt"),
         *TOKENIZER_FILES,
     }
 )

@@ -34,10 +34,6 @@ from .llama import (
     write_config,
 )
 
-FLAGS = ("norm_before_residual", "embed_requires_grad")
-"""Keys of variants that drafters here don't have. They are always written, because the library's
-and vLLM's defaults differ for the first."""
-
 
 @dataclass(kw_only=True, config=OPTIONS)
 class ProposalKeys:
@@ -108,7 +104,8 @@ def _config(drafter: Eagle3, target: HFTarget, num_outputs: int) -> dict[str, An
         **write_proposal("eagle3", drafter.config.depth, target),
         "draft_vocab_size": num_outputs,
         "eagle_aux_hidden_state_layer_ids": list(drafter.feature_layers),
-        **dict.fromkeys(FLAGS, False),
+        # Variants that drafters here don't have; the library's and vLLM's defaults differ for the first.
+        **dict.fromkeys(("norm_before_residual", "embed_requires_grad"), False),
         **{name: getattr(drafter.config, name) for name in NORMS},
         "transformer_layer_config": write_config(drafter.layer, target),
     }

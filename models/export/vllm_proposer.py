@@ -31,6 +31,7 @@ from ..drafters.saved.build import drafter_of_weights, saved_spec
 from ..drafters.saved.folder import read_drafter_config, require_fitting_target
 from ..drafters.saved.parts import DrafterPart, parse_drafter_name
 from ..drafters.training_free import FreeState, TrainingFreeDrafter
+from .llama import order_problems
 from .vllm_texts import ServedTarget, ServedTexts, steps_of
 
 OPTION = "outrider_drafter"
@@ -77,6 +78,17 @@ class Request:
         self.num_tokens = len(tokens)
 
 
+def _embeddings(target_model: Any) -> Any:
+    """Return the target's embeddings. Raises ValueError for a model that scales them, or has them elsewhere."""
+    inner = getattr(target_model, "model", None)
+    if inner is None or not hasattr(inner, "embed_tokens") or hasattr(inner, "normalizer"):  # Gemma has a normalizer beside them
+        raise ValueError(
+            f"a trained drafter reads the target's embeddings, and vLLM's {type(target_model).__name__} scales them, or has "
+            "them elsewhere; serve suffix+recycling, or export the drafter"
+        )
+    return inner.embed_tokens
+
+
 class Proposer:
     """Drafts a chain after each request's last token."""
 
@@ -110,13 +122,13 @@ class Proposer:
             else:
                 sources[part.name] = self.trained = self._load(part.folder, target_model)
         if isinstance(self.trained, CachedDrafter):
-            self.texts = ServedTexts(self.trained, target_model.model.embed_tokens.weight.device)
+            self.texts = ServedTexts(self.trained, _embeddings(target_model).weight.device)
             target_model.set_aux_hidden_state_layers(self.trained.feature_layers)
         if [*sources.values()] != [self.trained]:
             self.merge = MergeSources(sources, max_nodes=self.length, grows=False, is_chain=True)
 
     def _load(self, folder: Path, target_model: Any) -> Any:
-        saved, embed_tokens = read_drafter_config(folder), target_model.model.embed_tokens
+        saved, embed_tokens = read_drafter_config(folder), _embeddings(target_model)
         trained_for = saved.target
         sizes = {"hidden_size": embed_tokens.weight.shape[1], "vocab_size": embed_tokens.org_vocab_size}
         require_fitting_target(folder, trained_for, replace(trained_for, name="the served target", **sizes))
@@ -133,9 +145,9 @@ class Proposer:
             head = None if spec.config.draft_vocab_size is not None else self._head(folder, target_model)
             target = ServedTarget(embed_tokens, trained_for, config=self.vllm_config.model_config.hf_config, head=head)
         drafter = drafter_of_weights(spec, folder, target).eval().requires_grad_(False)
-        for parameter in drafter.parameters():
-            parameter.data = parameter.data.to(self.dtype)
-        return drafter.to(embed_tokens.weight.device)
+        if problems := order_problems(drafter.feature_layers, "vLLM"):
+            raise ValueError(f"{folder} can't be served: {problems[0]}")
+        return drafter.to(device=embed_tokens.weight.device, dtype=self.dtype)
 
     def _head(self, folder: Path, target_model: Any) -> Float[torch.Tensor, "row hidden"]:
         """Return the weights of the target's output layer. Raises ValueError if this process has only a part of them."""

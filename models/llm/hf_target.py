@@ -381,8 +381,8 @@ class HFTarget(FrozenModel):
 
 def keep_path(cache: TreeCache, accepted: AcceptedPath) -> None:
     """Keep the last committed token and the accepted path of the tree that was read last."""
-    entries = accepted.cut().entries
-    cache.keep(entries if entries.shape[1] > 1 else None, accepted.num_read)
+    is_moved = any(nodes != tuple(range(len(nodes))) for nodes in accepted.host_nodes)
+    cache.keep(accepted.cut().entries if is_moved else None, accepted.num_read)
 
 
 def _first_entries(

@@ -23,7 +23,7 @@ from functools import cache
 import torch
 from jaxtyping import Float
 from torch.nn.functional import pad
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from .tree_cache import TreeCache
 
@@ -142,7 +142,7 @@ def choose_num_parts(model: PreTrainedModel, cache: TreeCache) -> int:
     if not on_cuda(cache.lengths.device) or cache.extent < MIN_KEYS or cache.batch > MAX_TEXTS:
         return 1
     # Only layers that call our attention function can read a mask in parts.
-    if not takes_our_attention(model) or not model._supports_attention_backend:
+    if not takes_our_attention(model.config.get_text_config()) or not model._supports_attention_backend:
         return 1
     layers = cache.states(1)
     # Layers that have read nothing have no keys. That is so if texts left a batch of another target and
@@ -156,12 +156,11 @@ INDEXED = "indexed_attention"
 """transformers' name of layers that choose keys by an index."""
 
 
-def takes_our_attention(model: PreTrainedModel) -> bool:
-    """Return whether our attention may compute a model's masked layers in place of transformers' sdpa.
+def takes_our_attention(config: PretrainedConfig) -> bool:
+    """Return whether our attention may compute the masked layers of a text model in place of transformers' sdpa.
 
     Layers that choose keys by an index put their choice into the mask only for transformers' own names.
     """
-    config = model.config.get_text_config()
     return config._attn_implementation == "sdpa" and INDEXED not in (getattr(config, "layer_types", None) or ())
 
 

@@ -318,7 +318,7 @@ def grouped_heads(model: PreTrainedModel) -> Iterator[None]:
     """
     config = model.config.get_text_config()
     implementation = config._attn_implementation
-    if takes_our_attention(model):
+    if takes_our_attention(config):
         config._attn_implementation = IMPLEMENTATION
     try:
         yield

@@ -63,6 +63,7 @@ class TreeReader:
         self.num_present = num_present
         """How many of the model's layers are in this process; None: all."""
         self.kinds: dict[str, int | None] = {}
+        self.dtype = torch.float32
         self.mixers: list[Mixer] = []
         self._last_position = context_length(model) - 1
 
@@ -75,7 +76,7 @@ class TreeReader:
                 f"{type(self.model).__name__} has recurrent layers, whose passes depend on the tree's shape, so they can't be "
                 "compiled or recorded; leave target.compiled and target.cuda_graphs out"
             )
-        self.kinds = attention_kinds(self.model)
+        self.kinds, self.dtype = attention_kinds(self.model), self.model.dtype
 
     def new_cache(self, batch: int, capacity: int, device: torch.device) -> TreeCache:
         """Return an empty cache, with room for `capacity` tokens in each row."""
@@ -137,7 +138,7 @@ class TreeReader:
             with reading, grouped_heads(self.model) if self._folds_one_query(cache) else nullcontext():
                 return run(attention_mask=None, **arguments)
         num_parts = self.num_parts(cache)
-        masks = masks_by_kind(self.kinds, lineage, lengths, cache.extent, self.model.dtype, unread, num_parts)
+        masks = masks_by_kind(self.kinds, lineage, lengths, cache.extent, self.dtype, unread, num_parts)
         if isinstance(masks, dict):
             masks = dict.fromkeys(KINDS_WITHOUT_MASK) | masks
         with reading, grouped_heads(self.model):
@@ -148,8 +149,9 @@ class TreeReader:
 
         It is so on a CPU in 16 bits (see `has_grouped_kernel`). Transformers hides the columns outside a window.
         """
-        is_windowed = any(window is not None and window < cache.extent for window in self.kinds.values())
-        return cache.lengths.device.device.type == "cpu" and self.model.dtype.itemsize < 4 and not is_windowed
+        if cache.lengths.device.device.type != "cpu" or self.dtype.itemsize >= 4:
+            return False
+        return not any(window is not None and window < cache.extent for window in self.kinds.values())
 
     def _needs_mask(self, cache: TreeCache, num_nodes: int) -> bool:
         """Return whether a pass needs a mask.

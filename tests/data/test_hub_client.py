@@ -140,6 +140,15 @@ def test_a_reply_beyond_a_bound_is_given_up(server: Any, monkeypatch: pytest.Mon
         get(server, API, session)
 
 
+def test_failures_with_successes_between_them_are_no_reason_to_give_up(server: Any) -> None:
+    session = client()
+    for _ in range(4):
+        for attack in (reply(503), reply(200, b"{}")):
+            server.attack = attack
+            get(server, API, session)
+    assert not constants.HF_HUB_OFFLINE
+
+
 def test_an_answer_within_the_bounds_is_given_on(server: Any) -> None:
     server.attack = reply(200, b"{}", RateLimit='"api";r=480;t=155')  # what the Hub adds to each answer
     assert get(server, API) == b"{}"

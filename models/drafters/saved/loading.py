@@ -115,12 +115,7 @@ def load_part(
 
 def _beside(drafter: TrainableDrafter, target: HFTarget) -> TrainableDrafter:
     """Return a drafter in its target's type and device, frozen."""
-    # Cast parameters, not buffers: rotary frequencies in 16 bits would give wrong positions in long
-    # texts.
-    for parameter in drafter.parameters():
-        parameter.data = parameter.data.to(target.dtype)
-    drafter.to(device=target.device).eval().requires_grad_(False)
-    return drafter
+    return drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
 
 
 def trained_parts(drafter: LoadedDrafter) -> list[TrainableDrafter]:

@@ -32,6 +32,7 @@ from outrider.models.drafters.candidates import Candidates, Nodes, tree_of
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.options import DraftModelConfig
+from outrider.models.drafters.recycling import MASKS, after
 from outrider.models.drafters.registry import TRAINING_FREE
 from outrider.models.drafters.streaming_merge import LEAST_PROB, MAX_NODES, streaming_drafter
 from outrider.models.drafters.suffix import Suffix, SuffixConfig
@@ -286,11 +287,13 @@ def test_recycling_learns_the_logits_of_every_committed_entry(target, twin):
     store = last.state.draft.state.sources[0].stores[0]
     logits = target.model(torch.tensor([last.text])).logits[0]
     rows: dict[int, list[int]] = {}
-    keys: list[int] = []
+    context = 0
     for place, token in enumerate(last.text[:-1]):
-        keys = store.keys_after(keys, token)
+        context = after(context, token)
         if place >= len(PROMPT):
-            rows |= dict.fromkeys(keys, logits[place].topk(recycling.config.top_k).indices.tolist())
+            rows |= dict.fromkeys(
+                (context & mask for mask in MASKS), logits[place].topk(recycling.config.top_k).indices.tolist()
+            )
     assert len(rows) > NUM_NEW
     assert {key: store.rows[key] for key in rows} == rows
 
@@ -390,7 +393,7 @@ def test_a_merge_learns_from_every_committed_token(target, twin):
 
 def test_drafters_that_read_inner_layers_are_refused(target, twin):
     drafter = build("eagle3", target, twin)
-    with pytest.raises(ValueError, match="^Eagle3 reads what enters inner layers.*draft model.*step by step"):
+    with pytest.raises(ValueError, match="^Eagle3 reads what enters inner layers.*without feature layers.*step by step"):
         streaming_drafter(drafter)
     merged = MergedDrafter({"eagle3": drafter, "suffix": make_training_free("suffix", {}, target)}, MergedConfig())
     with pytest.raises(ValueError, match="^eagle3 reads"):

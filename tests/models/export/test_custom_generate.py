@@ -255,10 +255,11 @@ def test_the_codes_revision_is_not_passed_on_for_another_drafter(monkeypatch):
         received.update(options)
         return Path(name)
 
-    monkeypatch.setattr("outrider.models.drafters.saved.parts.resolve_drafter", resolve)
+    monkeypatch.setattr("outrider.models.export.custom_generate.resolve_drafter", resolve)
+    monkeypatch.setattr("outrider.models.drafters.saved.parts.resolve_drafter", lambda name, **_: Path(name))
     with pytest.raises(ValueError, match="user/drafter holds no drafter"):
         find_parts("user/drafter", {"revision": "v2", "token": "x"})
-    assert received == {"revision": None, "token": "x"}
+    assert received == {"token": "x"}
 
 
 def test_a_name_and_a_merge_give_the_text_of_plain_generate(model, folder):

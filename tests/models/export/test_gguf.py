@@ -95,6 +95,7 @@ def test_the_format_is_the_one_that_holds_the_drafter(tiny_target_dir: Path, tmp
     whole = make("block", tiny_target_dir, tmp_path / "whole", feature_layers=[0, 1])
     assert [form_of(reduced), form_of(whole)] == ["speculators-dspark", "dspark"]
     assert form_of(make("eagle3", tiny_target_dir, tmp_path / "eagle", feature_layers=[0, 1])) == "speculators", "other layers"
+    assert form_of(make("eagle3", tiny_target_dir, tmp_path / "usual")) == "eagle3"
 
 
 def test_an_export_that_llama_cpp_would_misread_says_so(tiny_tokenizer: Any, tmp_path: Path) -> None:

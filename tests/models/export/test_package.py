@@ -12,6 +12,7 @@ from outrider.data.files import read_json, write_json
 from outrider.models.drafters import load_drafter
 from outrider.models.drafters.options import RedrafterConfig
 from outrider.models.drafters.saved.parts import packaged_parts, parse_drafter_name
+from outrider.models.export.custom_generate import find_parts
 from outrider.models.export.package import make_package, package_files
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
@@ -46,6 +47,8 @@ def test_a_package_of_a_merge_decodes_with_all_parts(drafter_dirs, model, tmp_pa
     assert read_json(tmp_path / "package" / "merge.json") == {"training_free": ["prompt_lookup"]}
     assert packaged_parts(tmp_path / "package").kind == "redrafter+prompt_lookup"
     assert parse_drafter_name(tmp_path / "package").kind == "redrafter"
+    for name in (str(tmp_path / "package"), tmp_path / "package"):
+        assert find_parts(name, {}).kind == "redrafter+prompt_lookup", "generate(drafter=...) is given the package"
     options = {"input_ids": torch.tensor([[1, 70, 71, 72, 70, 71]]), "max_new_tokens": 12}
     tokens = model.generate(**options, custom_generate=str(tmp_path / "package"), trust_remote_code=True)
     assert torch.equal(tokens, model.generate(**options))
@@ -58,6 +61,7 @@ def test_a_package_of_training_free_drafters_needs_no_weights(model, tmp_path):
     make_package(parse_drafter_name("prompt_lookup"), tmp_path / "package", "# Prompt lookup\n")
     tops = {name for name in package_files(tmp_path / "package") if "/" not in name}
     assert tops == {"README.md", "generation_config.json", "merge.json"}
+    assert find_parts(str(tmp_path / "package"), {}).kind == "prompt_lookup"
     options = {"input_ids": torch.tensor([[1, 70, 71, 72, 70, 71]]), "max_new_tokens": 12}
     tokens = model.generate(**options, custom_generate=str(tmp_path / "package"), trust_remote_code=True)
     assert torch.equal(tokens, model.generate(**options))

@@ -395,3 +395,14 @@ def test_a_request_that_waits_keeps_what_a_merge_has_learned_of_it(target, runne
     del engine.texts["a"]
     engine.step("b")
     assert [*proposer.requests] == ["b"]
+
+
+def test_targets_whose_embeddings_or_layers_vllm_gives_otherwise_are_refused(target, runner, tmp_path):
+    """Gemma scales its embeddings outside of them, and vLLM gives layers in ascending order: drafts would be silently worse."""
+    proposer = vllm_proposer.Proposer(config(saved(KINDS[0], target, tmp_path / "drafter")))
+    for inner in (SimpleNamespace(embed_tokens=target.embed_tokens, normalizer=16.0), SimpleNamespace(language_model=None)):
+        with pytest.raises(ValueError, match="SimpleNamespace scales them, or has them elsewhere"):
+            proposer.load_model(SimpleNamespace(model=inner))
+    folder = saved({**BLOCKS[0], "feature_layers": [1, 0]}, target, tmp_path / "block")
+    with pytest.raises(ValueError, match=r"in the order \[1, 0\], but vLLM in ascending order"):
+        vllm_proposer.Proposer(config(folder, BLOCKS[0]["block"], target.model.config)).load_model(model_of(target))
