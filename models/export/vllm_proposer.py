@@ -81,7 +81,8 @@ class Request:
 def _embeddings(target_model: Any) -> Any:
     """Return the target's embeddings. Raises ValueError for a model that scales them, or has them elsewhere."""
     inner = getattr(target_model, "model", None)
-    if inner is None or not hasattr(inner, "embed_tokens") or hasattr(inner, "normalizer"):  # Gemma has a normalizer beside them
+    # Gemma has a normalizer beside them.
+    if inner is None or not hasattr(inner, "embed_tokens") or hasattr(inner, "normalizer"):
         raise ValueError(
             f"a trained drafter reads the target's embeddings, and vLLM's {type(target_model).__name__} scales them, or has "
             "them elsewhere; serve suffix+recycling, or export the drafter"
