@@ -47,7 +47,7 @@ def test_a_trained_head_replaces_the_earlier_one_and_nothing_else(family, shards
     write_checkpoint(source, family)
     if shards == 2:
         split(source)
-    (source / "tokenizer.json").write_text("{}")
+    (source / "preprocessor_config.json").write_text("{}")
     (source / "other.bin").write_bytes(b"weights of another form")
     for path in source.glob("*.safetensors"):  # the library writes them for their owner only
         path.chmod((source / "config.json").stat().st_mode)
@@ -56,7 +56,7 @@ def test_a_trained_head_replaces_the_earlier_one_and_nothing_else(family, shards
     export_drafter(tmp_path / "drafter", target, "mtp", output)
     # 1. The files: those of the target, and each tensor in exactly one of those that the index names.
     assert json.loads((output / "config.json").read_text()) == json.loads((source / "config.json").read_text())
-    assert (output / "tokenizer.json").read_text() == "{}"
+    assert (output / "preprocessor_config.json").read_text() == "{}"
     assert not (output / "other.bin").exists()
     assert len({path.stat().st_mode for path in output.iterdir()}) == 1, "who can read the target can read the copy"
     weight_map = json.loads((output / "model.safetensors.index.json").read_text())["weight_map"]
