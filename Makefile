@@ -134,8 +134,6 @@ clean: ## Remove the environment, caches and builds; outputs/ stays
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find $(PACKAGES) scripts tests -name __pycache__ -prune -exec rm -rf {} +
 
-# Modules are compiled when they are first imported, which most of the packages' modules never are.
-$(STAMP) $(DOCS_STAMP): export PIP_NO_COMPILE = 1
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH_INDEX),$(BIN)/pip install "$$(grep '^torch==' constraints.txt)" --index-url $(TORCH_INDEX))
