@@ -365,8 +365,8 @@ WALK_MUTANTS = (
 )
 GREEDY_MUTANTS = {
     **{name: ACCEPTANCE_MUTANTS[name] for name in WALK_MUTANTS},
-    "arg-min": ("output.logits.max(-1).indices", "output.logits.argmin(-1)"),
-    "second best": ("output.logits.max(-1).indices", "output.logits.topk(2).indices[..., 1]"),
+    "arg-min": ("output.logits.max(-1)\n", "output.logits.min(-1)\n"),
+    "second best": ("output.logits.max(-1)\n", "(part[..., 1] for part in output.logits.topk(2))\n"),
     "any child of the root's choice": (
         "tree.tokens == choices.gather(1, tree.parents + 1)",
         "(tree.tokens == choices.gather(1, tree.parents + 1)) | (tree.parents >= 0)",

@@ -113,7 +113,8 @@ def test_another_server_is_the_reference_and_the_baseline(check, target, monkeyp
 def test_a_server_that_streams_the_last_token_of_a_character_is_asked_for_all(check, target, reference):
     with serving(served(target, is_llama_cpp=True)) as server, serving(served(target, None, is_llama_cpp=True)) as plain:
         server.holds_characters = plain.holds_characters = True
-        result, found = check(server.url, *((*reference, plain.url) if reference else ("--samples", "64")))
+        options = (*reference, plain.url) if reference else ("--samples", "64")
+        result, found = check(server.url, "--limit", "3", *options)
     assert result.exit_code == 0, result.output
     assert all(line["passed"] for line in found["lines"])
 
@@ -151,7 +152,7 @@ def test_a_reply_that_is_no_stream_is_read_whole(target: HFTarget, text: str, mo
 
 def test_as_many_requests_are_under_way_as_it_says(check: Any, target: HFTarget) -> None:
     with serving(served(target)) as server, serving(served(target, None)) as plain:
-        result, found = check(server.url, "--without", plain.url, "--concurrency", "7")
+        result, found = check(server.url, "--without", plain.url, "--concurrency", "7", "--limit", "3")
         assert result.exit_code == 0, result.output
         speed = found["speeds"][-1]
         assert speed["concurrency"] == 7
