@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch.nn.utils.rnn import pad_sequence
 
 from ..decoding.growing_tree import UNREAD, GrowingTree
-from ..decoding.sampling import Randomness, foreseen
+from ..decoding.sampling import Randomness, RowSeeds, foreseen
 from ..decoding.tree import DraftTree, chain_tree
 from ..decoding.types import MAX_UNREAD, NO_NODE, AcceptedPath, Counts, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
@@ -106,10 +106,11 @@ class GrowingModel:
         Their parents have been read before. The only node of an empty tree is the root, NO_NODE.
         """
         logits = self._read_nodes(state, reads) if state.is_rooted else self._read_roots(state)
-        depths = torch.zeros(logits.shape[:2], dtype=torch.long)
-        for row, nodes, places in zip(state.rows, reads, depths, strict=True):
-            places[: len(nodes)] = torch.tensor([0 if node == NO_NODE else row.tree.depths[node] for node in nodes])
-        logits = foreseen(logits, depths.to(logits.device), generator)
+        if isinstance(generator, RowSeeds):
+            depths = torch.zeros(logits.shape[:2], dtype=torch.long)
+            for row, nodes, places in zip(state.rows, reads, depths, strict=True):
+                places[: len(nodes)] = torch.tensor([0 if node == NO_NODE else row.tree.depths[node] for node in nodes])
+            logits = foreseen(logits, depths.to(logits.device), generator)
         for row, nodes, children in zip(state.rows, reads, likeliest_children(logits), strict=True):
             for node, (tokens, probs) in zip(nodes, children, strict=False):
                 row.tree.add(node, tokens, probs)
