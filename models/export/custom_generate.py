@@ -169,8 +169,11 @@ def find_parts(drafter: str | Path | None, hub_options: dict[str, Any]) -> Draft
         options["revision"] = commit  # transformers keeps code from the Hub in a folder that is named after the commit
     options.pop("proxies", None)
     if drafter is not None and folders_of(drafter) != [source]:
-        return parse_drafter_name(source, **options)
-    return packaged_parts(resolve_drafter(source, **options))  # one folder or repository, with all parts of a package
+        return parse_drafter_name(drafter, **options)
+    folder = resolve_drafter(source, **options)
+    if drafter is not None and not folder.is_dir():
+        return parse_drafter_name(drafter, **options)  # its error says what a drafter's name may be
+    return packaged_parts(folder)  # with all parts of a package
 
 
 def _source_of_call() -> str:

@@ -62,6 +62,8 @@ def test_a_package_of_training_free_drafters_needs_no_weights(model, tmp_path):
     tops = {name for name in package_files(tmp_path / "package") if "/" not in name}
     assert tops == {"README.md", "generation_config.json", "merge.json"}
     assert find_parts(str(tmp_path / "package"), {}).kind == "prompt_lookup"
+    with pytest.raises(ValueError, match="did you mean prompt_lookup"):
+        find_parts("prompt_lokup", {})
     options = {"input_ids": torch.tensor([[1, 70, 71, 72, 70, 71]]), "max_new_tokens": 12}
     tokens = model.generate(**options, custom_generate=str(tmp_path / "package"), trust_remote_code=True)
     assert torch.equal(tokens, model.generate(**options))
