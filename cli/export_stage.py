@@ -77,7 +77,10 @@ def _package(drafter: Path, package: Path, options: CardOptions) -> None:
         differing = _differing(new, package)
         if WEIGHTS_FILE in differing and (package / WEIGHTS_FILE).exists():
             package.rename(aside := earlier_path(package))
-            log.warning("%s has other weights than %s, as before more training: it is now %s", package, drafter, aside)
+            log.warning(
+                "%s has other weights than %s (those before more training, or another drafter's): it is now %s",
+                *(package, drafter, aside),
+            )
         if differing and package.exists():
             log.warning(
                 "%s has other content than a new folder would have (%s), and stays; remove it to get the new one",
