@@ -1,28 +1,31 @@
 """Linear layers on a CPU, each computed in the way that is fastest on this machine.
 
 Decoding multiplies each weight matrix with a handful of rows: one for plain decoding, one per node
-for a draft tree. Three ways compute the same product:
+for a draft tree. Four ways compute the same product:
 
 - rows first: `F.linear` on the weights as they are stored, [out, in];
 - columns first: `F.linear` on the same weights with the memory order of their transpose;
-- packed: a oneDNN kernel on a second copy of the weights, in a layout of its own.
+- packed: a oneDNN kernel on a second copy of the weights, in a layout of its own;
+- native: `F.linear` without oneDNN, for one row. PyTorch's own product of a matrix and a vector reads
+  bfloat16 weights faster than oneDNN on some processors.
 
 Which one is fastest depends on the processor, the number type, the matrix and the number of rows.
 So a stage that decodes times the ways, for the shapes with the most weights. Plain decoding and tree
-decoding use the same choice: otherwise a speedup over plain decoding would partly be that of a
-kernel. A run records its choice, because another process may measure otherwise, and the ways round
+decoding use the same choice, which is first the fastest for plain decoding: otherwise a speedup
+would partly be that of a kernel. A run records its choice, because another process may measure otherwise, and the ways round
 differently. Training chooses nothing.
 """
 
 import logging
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import cycle, islice, product
+from itertools import cycle, islice
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -76,6 +79,8 @@ class Times(NamedTuple):
     columns_first: tuple[float, float, float]
     packed: tuple[float, float, float]
     """Infinite where the type can't be packed on this machine."""
+    native: tuple[float, float, float] = (math.inf,) * 3
+    """Infinite for several rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +92,21 @@ class Choice:
     """Fewest rows that the packed copy multiplies; None packs nothing."""
     packs_many: bool = False
     """Whether it multiplies more than MOST_PACKED_ROWS rows, too."""
+    native_row: bool = False
+    """Whether one row is multiplied without oneDNN."""
 
     def __str__(self) -> str:
-        order = "columns first" if self.columns_first else "rows first"
+        order = ("columns first" if self.columns_first else "rows first") + ", one row native" * self.native_row
         most = "rows on" if self.packs_many else f"to {MOST_PACKED_ROWS} rows"
         return order if self.packed_from is None else f"{order}, packed from {self.packed_from} {most}"
 
 
-_PACKED = [(None, False), *product(PACKED_FROM, (False, True))]
-CHOICES = [Choice(columns_first, *packed) for columns_first in (False, True) for packed in _PACKED]
+_PACKED = [(None, False), *((fewest, many) for fewest in PACKED_FROM for many in (False, True))]
+CHOICES = [
+    Choice(columns_first, *packed, native_row)
+    for columns_first, native_row in ((False, False), (True, False), (False, True))
+    for packed in _PACKED
+]
 BY_NAME = {str(choice): choice for choice in CHOICES}
 """Every choice by its name in records."""
 
@@ -106,16 +117,19 @@ def choose(times: Times, *, in_place: bool = True) -> Choice:
     Without `in_place` the memory order stays rows first.
     """
     # 1. Plain decoding decides about the memory order: drafters are compared with it.
-    columns_first = in_place and times.rows_first[0] > MIN_GAIN * times.columns_first[0]
-    gains = [
-        stored > MIN_GAIN * packed
-        for stored, packed in zip(times.columns_first if columns_first else times.rows_first, times.packed, strict=True)
-    ]
+    one_row, *_ = times.native
+    columns_first = in_place and min(times.rows_first[0], one_row) > MIN_GAIN * times.columns_first[0]
+    stored = times.columns_first if columns_first else times.rows_first
+    native_row = not columns_first and stored[0] > MIN_GAIN * one_row
+    if native_row:
+        stored = (one_row, *stored[1:])
+    gains = [without > MIN_GAIN * packed for without, packed in zip(stored, times.packed, strict=True)]
     # 2. The packed copy serves draft trees, and one row and many rows too where it is faster.
     if not gains[1]:
-        return Choice(columns_first)
-    fewest, second = PACKED_FROM
-    return Choice(columns_first, packed_from=fewest if gains[0] else second, packs_many=gains[2])
+        return Choice(columns_first, native_row=native_row)
+    if gains[0]:
+        return Choice(columns_first, packed_from=PACKED_FROM[0], packs_many=gains[2])
+    return Choice(columns_first, packed_from=PACKED_FROM[1], packs_many=gains[2], native_row=native_row)
 
 
 # --- timing
@@ -144,6 +158,7 @@ def _timed(shape: Shape) -> Times:
     }
     with suppress(RuntimeError):  # the type can't be packed here
         ways["packed"] = (packed_linear, [pack(weight) for weight in stored])
+    ways["native"] = (native_linear, stored)
     # 2. Rounds of all numbers of rows and all ways, until the time is over.
     turns = {way: cycle(weights) for way, (_, weights) in ways.items()}
     best = dict.fromkeys(Times._fields, [math.inf] * len(TIMED_ROWS))
@@ -152,6 +167,8 @@ def _timed(shape: Shape) -> Times:
         for index, rows in enumerate(TIMED_ROWS):
             x, num_calls = torch.ones(1, rows, shape.num_inputs, dtype=shape.dtype), max(1, SAMPLE_WORK // (rows * size))
             for way, (multiply, _) in ways.items():
+                if way == "native" and rows > 1:
+                    continue
                 start = time.perf_counter()
                 for weight in islice(turns[way], num_calls):
                     multiply(x, weight, None)
@@ -179,6 +196,20 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | No
     """Compute a linear layer with a packed weight."""
     output: torch.Tensor = _operator()(x, packed, bias, "none", [], "")
     return output
+
+
+def native_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute a linear layer without oneDNN. Other threads do without it meanwhile."""
+    with _SWITCHING:  # of two threads that switch it, the second to end would leave it off
+        enabled = torch.backends.mkldnn.enabled
+        torch.backends.mkldnn.enabled = False
+        try:
+            return F.linear(x, weight, bias)
+        finally:
+            torch.backends.mkldnn.enabled = enabled
+
+
+_SWITCHING = threading.Lock()
 
 
 @cache
@@ -215,7 +246,7 @@ def choose_linears(*modules: nn.Module, recorded: Mapping[str, str] | None = Non
 def plain_linears(*modules: nn.Module) -> None:
     """Undo `choose_linears`."""
     for module in _distinct(modules):
-        if isinstance(vars(module).get("forward"), PackedForSomeRows):
+        if isinstance(vars(module).get("forward"), FastestForRows):
             del vars(module)["forward"]
         if _is_linear(module) and not module.weight.requires_grad and not module.weight.is_contiguous():
             module.weight.data = module.weight.data.contiguous()
@@ -289,9 +320,9 @@ def _apply(layers: Sequence[_Layer], choices: Mapping[str, Choice]) -> dict[str,
         choice, linear = possible[layer.name], layer.linear
         if choice.columns_first:
             linear.weight.data = linear.weight.data.t().contiguous().t()
-        if choice.packed_from is not None:
+        if choice.packed_from is not None or choice.native_row:
             # An attribute of the instance hides the class's forward; `weight` stays as it is.
-            vars(linear)["forward"] = PackedForSomeRows(linear, choice)
+            vars(linear)["forward"] = FastestForRows(linear, choice)
     return possible
 
 
@@ -344,13 +375,13 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return weight.device.type == "cpu" and weight.dtype in TYPES and not weight.is_inference()
 
 
-class PackedForSomeRows:
-    """A linear layer's forward: packed for some numbers of rows in inference, else as always."""
+class FastestForRows:
+    """A linear layer's forward: native or packed for some numbers of rows in inference, else as always."""
 
     def __init__(self, linear: nn.Linear, choice: Choice) -> None:
-        assert choice.packed_from is not None
         self.linear = linear
-        self.fewest = choice.packed_from * linear.in_features
+        self.native_row = choice.native_row
+        self.fewest = math.inf if choice.packed_from is None else choice.packed_from * linear.in_features
         self.most = math.inf if choice.packs_many else MOST_PACKED_ROWS * linear.in_features
         self._packed: Any = None
         self._packed_from: Any = None
@@ -359,9 +390,11 @@ class PackedForSomeRows:
         linear = self.linear
         weight = linear.weight
         # A user's compiled code has kernels of its own.
-        if torch.compiler.is_compiling() or not (
-            self.fewest <= x.numel() <= self.most and torch.is_inference_mode_enabled() and x.dtype == weight.dtype
-        ):
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled() or x.dtype != weight.dtype:
+            return F.linear(x, weight, linear.bias)
+        if self.native_row and x.numel() == linear.in_features:
+            return native_linear(x, weight, linear.bias)
+        if not self.fewest <= x.numel() <= self.most:
             return F.linear(x, weight, linear.bias)
         packed_from = (weight.data_ptr(), weight._version)
         if self._packed_from != packed_from:

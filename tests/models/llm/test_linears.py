@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+import math
 import pickle
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,7 @@ from outrider.models.llm import linears
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.linears import (
     Choice,
-    PackedForSomeRows,
+    FastestForRows,
     Shape,
     Times,
     choose,
@@ -33,6 +35,10 @@ from outrider.models.llm.loading import load_target
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 NEVER = (float("inf"),) * 3
+
+
+def native(seconds: float) -> tuple[float, float, float]:
+    return (seconds, *NEVER[1:])
 
 
 class Scaled(nn.Linear):
@@ -48,7 +54,8 @@ def fastest(monkeypatch: pytest.MonkeyPatch):
         slow, fast = (99.0,) * 3, (1.0,) * 3
         one, several = {None: (9.0, 9.0), 1: (0.5, 0.5), 2: (9.0, 0.5)}[choice.packed_from]
         packed = (one, several, 0.5 if choice.packs_many else 999.0)
-        measured = Times(slow if choice.columns_first else fast, fast if choice.columns_first else slow, packed)
+        native = (0.6 if choice.native_row else 999.0, *NEVER[1:])
+        measured = Times(slow if choice.columns_first else fast, fast if choice.columns_first else slow, packed, native)
         monkeypatch.setattr(linears, "MIN_ELEMENTS", 1)
         monkeypatch.setattr(linears, "timed", lambda *_: measured)
 
@@ -73,6 +80,12 @@ def fastest(monkeypatch: pytest.MonkeyPatch):
         (Times((1, 8, 60), NEVER, (2, 4, 50)), Choice(packed_from=2, packs_many=True)),
         (Times((1, 8, 60), NEVER, (0.5, 4, 59)), Choice(packed_from=1)),
         (Times((1, 8, 60), NEVER, (0.5, 7.5, 20)), Choice()),  # nor for prompts alone
+        (Times((1, 8, 60), NEVER, NEVER, native(0.8)), Choice(native_row=True)),
+        (Times((1, 8, 60), NEVER, NEVER, native(0.95)), Choice()),  # too little
+        (Times((1, 8, 60), NEVER, (0.8, 4, 60), native(0.7)), Choice(packed_from=2, native_row=True)),
+        (Times((1, 8, 60), NEVER, (0.6, 4, 60), native(0.7)), Choice(packed_from=1)),
+        (Times((1.3, 8, 60), (1, 8, 60), NEVER, native(0.9)), Choice(native_row=True)),  # plain decoding comes first
+        (Times((1.3, 8, 60), (0.8, 8, 60), NEVER, native(0.9)), Choice(columns_first=True)),
     ],
 )
 def test_the_fastest_way_is_chosen(measured: Times, expected: Choice):
@@ -88,7 +101,10 @@ def test_the_memory_order_stays_where_weights_may_not_change():
 
 @needs_onednn
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("choice", [Choice(columns_first=True), Choice(packed_from=1), Choice(True, 2), Choice(False, 1, True)])
+@pytest.mark.parametrize(
+    "choice",
+    [Choice(columns_first=True), Choice(packed_from=1), Choice(True, 2), Choice(False, 1, True), Choice(False, 2, False, True)],
+)
 def test_each_way_computes_the_same(fastest, choice: Choice, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     if choice.packed_from is not None:
         try:
@@ -106,7 +122,7 @@ def test_each_way_computes_the_same(fastest, choice: Choice, dtype: torch.dtype,
     monkeypatch.setattr(linears, "timed", lambda *_: pytest.fail("timed again"))
     assert choose_linears(model, recorded=recorded) == recorded
     assert all(torch.equal(weight, before) for weight, before in zip(model.parameters(), weights, strict=True))
-    assert isinstance(vars(model[0]).get("forward"), PackedForSomeRows) == (choice.packed_from is not None)
+    assert isinstance(vars(model[0]).get("forward"), FastestForRows) == (choice.packed_from is not None or choice.native_row)
     assert model[0].weight.is_contiguous() == (not choice.columns_first)
     for rows, expected in zip((1, 2, 3, 5, 17), plain, strict=True):
         for context in (torch.inference_mode(), torch.no_grad(), torch.enable_grad()):
@@ -148,6 +164,56 @@ def test_packed_kernels_run_for_the_chosen_rows_in_inference_only(fastest, monke
     layer(x).sum().backward()
     assert x.grad is not None
     assert calls == [2, 3, 4]
+
+
+@needs_onednn
+def test_one_row_is_native_in_inference_only(fastest, monkeypatch: pytest.MonkeyPatch):
+    fastest(Choice(native_row=True))
+    layer = nn.Linear(8, 8).requires_grad_(False)
+    assert choose_linears(layer) == {"8x8 float32": "rows first, one row native"}
+    switches: list[bool] = []
+    linear = F.linear
+    monkeypatch.setattr(F, "linear", lambda *inputs: switches.append(torch.backends.mkldnn.enabled) or linear(*inputs))
+    with torch.inference_mode():
+        layer(torch.ones(1, 1, 8))
+        layer(torch.ones(1, 2, 8))
+        with pytest.raises(RuntimeError):
+            layer(torch.ones(8, 1))
+    with torch.no_grad():
+        layer(torch.ones(1, 1, 8))
+    assert switches == [False, True, False, True]
+    assert torch.backends.mkldnn.enabled
+
+
+@needs_onednn
+def test_threads_leave_onednn_on(fastest, monkeypatch: pytest.MonkeyPatch):
+    fastest(Choice(native_row=True))
+    layer = nn.Linear(8, 8).requires_grad_(False)
+    choose_linears(layer)
+    begun, overlapping = threading.Event(), threading.Event()
+
+    def multiply(x: torch.Tensor, *_: Any) -> torch.Tensor:
+        # Without a lock the late product begins inside the early one, and ends after it.
+        if threading.current_thread() is early:
+            begun.set()
+            overlapping.wait(0.2)
+        else:
+            overlapping.set()
+            early.join()
+        return x
+
+    @torch.inference_mode()
+    def call() -> None:
+        layer(torch.ones(1, 1, 8))
+
+    monkeypatch.setattr(F, "linear", multiply)
+    early, late = threading.Thread(target=call), threading.Thread(target=call)
+    early.start()
+    begun.wait()
+    late.start()
+    for thread in (early, late):
+        thread.join()
+    assert torch.backends.mkldnn.enabled
 
 
 @needs_onednn
@@ -238,7 +304,9 @@ def test_a_context_changes_nothing_afterwards(fastest):
 
 
 @needs_onednn
-@pytest.mark.parametrize("choice", [Choice(columns_first=True), Choice(packed_from=1), Choice(True, 2)])
+@pytest.mark.parametrize(
+    "choice", [Choice(columns_first=True), Choice(packed_from=1), Choice(True, 2), Choice(native_row=True)]
+)
 def test_a_targets_text_is_the_same_in_each_way(fastest, choice: Choice, tiny_target_dir: Path):
     prompt = torch.arange(3, 12)[None]
 
@@ -273,6 +341,7 @@ def test_a_shape_is_timed_once_for_each_number_of_threads(quick: None, monkeypat
     measured = timed(SHAPE, 1)
     assert torch.equal(torch.get_rng_state(), state), "the caller's random numbers moved"
     assert all(seconds > 0 for way in measured for seconds in way)
+    assert [math.isfinite(seconds) for seconds in measured.native] == [True, False, False]
     monkeypatch.setattr(linears, "_timed", lambda _: "again")
     assert timed(SHAPE, 1) is measured
     assert timed(SHAPE, 2) == "again"
@@ -315,7 +384,7 @@ def test_a_model_as_transformers_loads_it_is_packed_in_a_block(fastest):
     fastest(Choice(packed_from=1))
     layer = nn.Linear(8, 8)  # its weights ask for gradients
     with packed_where_faster(layer):
-        assert isinstance(vars(layer)["forward"], PackedForSomeRows)
+        assert isinstance(vars(layer)["forward"], FastestForRows)
 
 
 @needs_onednn
