@@ -89,7 +89,7 @@ def rehearse(runs: Sequence[DrafterRun], labels: DistillConfig | Manifest, targe
     for run in waiting:
         with works_together(eager, run.drafter.kind):
             drafter = build_drafter(run.drafter.in_setting(run.settings[0]), eager)
-            rehearse_loss(run, drafter, examples, eager, accelerator)
+            rehearse_loss(run, drafter, examples, eager, accelerator, are_labelled=isinstance(labels, Manifest))
             rehearse_decoding(drafter, examples, eager)
         contexts += [] if drafter.context_length is None else [drafter.context_length]
     eager.release_cache()
@@ -125,8 +125,13 @@ def rehearse_loss(
     examples: Sequence[DistilledExample],
     target: HFTarget,
     accelerator: Accelerator,
+    *,
+    are_labelled: bool,
 ) -> None:
-    """Compute one loss and its gradient, as in a training step."""
+    """Compute one loss and its gradient, as in a training step.
+
+    With finished labels (`are_labelled`) the made texts don't show which states are stored: training checks that first.
+    """
     config = replace(run.train, batch_size=len(examples), global_batch_size=None)
     validation_room(config, drafter, target)
     if drafter.wants_token_counts:
@@ -137,7 +142,7 @@ def rehearse_loss(
         return  # the made texts have no top tokens: whether the finished labels have some, training checks first
     batch = draw_batch(config, examples, reads).decoded()
     lacks_states = (reads.hidden_states and batch.hidden_states is None) or (bool(reads.layers) and batch.features is None)
-    if config.packing and lacks_states:
+    if config.packing and lacks_states and not are_labelled:
         require_packing(target)
     batch = with_hidden_states(batch, target, reads)
     drafter.train()

@@ -71,7 +71,9 @@ def free_bytes(directory: Path) -> int:
 
 
 def require_features(config: DistillConfig, target: HFTarget) -> None:
-    """Raise ValueError if the target can't provide the tensors to be stored."""
+    """Raise ValueError if the target can't provide the tensors to be stored, or the probabilities of sampled labels."""
+    if config.label_temperature:
+        target.require_plain_head("leave distill.label_temperature out")
     num_layers = len(decoder_layers(target.model))
     if beyond := [layer for layer in config.feature_layers if layer >= num_layers]:
         raise ValueError(

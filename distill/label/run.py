@@ -94,8 +94,6 @@ def distill(
         require_window(target, longest)  # nothing is decoded beyond a text
     require_labels(target, longest + max(config.horizon - 2, 0), branches=config.decodes_branches)
     require_features(config, target)
-    if config.label_temperature:
-        target.require_plain_head("leave distill.label_temperature out")
     # 2. Label them, shard by shard.
     plan, store = plan_shards(examples, config.shard_examples), label_store(output_dir)
     manifest = describe_labels(config, data, target, plan)

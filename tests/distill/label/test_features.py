@@ -179,6 +179,9 @@ def test_states_that_the_target_lacks_are_an_error_before_labelling(target, data
     monkeypatch.setattr(target.model, "forward", capped(target.model.forward))
     with pytest.raises(ValueError, match=r"caps or scales its logits.*leave distill\.top_logprobs out"):
         run(ALL, data, target, tmp_path / "distill")
+    # `outrider run` asks this before an engine answers for hours.
+    with pytest.raises(ValueError, match=r"caps or scales its logits.*leave distill\.label_temperature out"):
+        features_module.require_features(DistillConfig(label_temperature=0.7), target)
     assert not (tmp_path / "distill").exists()
 
 
