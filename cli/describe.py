@@ -288,17 +288,13 @@ def choices(group: str) -> dict[str, OptionChoice]:
 def chosen_by(recipe: str) -> dict[str, str]:
     """Return the choice of each group in a recipe's defaults list, and in the recipes that it builds on; "" for none."""
     chosen = dict.fromkeys(GROUPS[:-1], "")
-    for entry in _content(choices("conf")[recipe].path).get("defaults", []):
+    content = yaml.safe_load(choices("conf")[recipe].path.read_text(encoding="utf-8"))
+    for entry in content.get("defaults", []):
         if isinstance(entry, dict):
             chosen |= {key.removeprefix("override ").lstrip("/"): str(value) for key, value in entry.items()}
         elif entry in choices("conf"):
             chosen |= {group: name for group, name in chosen_by(entry).items() if name}
     return chosen
-
-
-def _content(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return content
 
 
 def _head_comment(path: Path) -> str:
