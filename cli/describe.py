@@ -101,7 +101,6 @@ class Section:
 class OptionChoice:
     """One choice of a group (drafter=eagle3), such as a recipe (conf=demo), or a launch file."""
 
-    group: str
     name: str
     meaning: str
     """The comment at the head of its file."""
@@ -279,7 +278,7 @@ def _plain(value: Any) -> Any:
 def choices(group: str) -> dict[str, OptionChoice]:
     """Describe the choices of a group, or the launch files (group "launch"), by name."""
     return {
-        path.stem: OptionChoice(group=group, name=path.stem, meaning=_head_comment(path), path=path)
+        path.stem: OptionChoice(name=path.stem, meaning=_head_comment(path), path=path)
         for path in sorted((CONF / group).glob("*.yaml"))
     }
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic.dataclasses import dataclass
 
 from ..data.fields import OPTIONS, closest
-from .describe import GROUPS, Option, OptionChoice, Section, choices, chosen_by, drafter_sections, sections
+from .describe import GROUPS, Option, Section, choices, chosen_by, drafter_sections, sections
 from .help import facts, wrapped
 
 
@@ -108,7 +108,7 @@ def _one_section(name: str) -> Iterator[str]:
     if name in ("target", "data", "drafter", "eval"):
         yield f"CHOICES ({name}=NAME chooses a file of settings)\n"
         for choice in choices(name).values():
-            yield _choice_line(choice)
+            yield wrapped(f"{name}={choice.name}{': ' if choice.meaning else ''}{choice.summary}", 2)
 
 
 def _section_lines(section: Section) -> Iterator[str]:
@@ -121,10 +121,6 @@ def _option_lines(option: Option, where: str = "") -> Iterator[str]:
     yield f"  {option.name} {where}".rstrip()
     yield wrapped(facts(option) + ("; may be set in eval.settings" if option.at_run_time else ""), 6)
     yield wrapped(option.meaning, 6) + "\n"
-
-
-def _choice_line(choice: OptionChoice) -> str:
-    return wrapped(f"{choice.group}={choice.name}{': ' if choice.meaning else ''}{choice.summary}", 2)
 
 
 def _suggestion(name: str, known: list[str], meant: str | None = None) -> str:
