@@ -5,7 +5,7 @@ This module doesn't import torch, so a mistyped option gets an answer at once.
 
 import json
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -259,15 +259,13 @@ def unknown_choice(group: str, name: str) -> str | None:
     if name in known:
         return None
     path = Path(expand_home(name))
-    close = get_close_matches(name, known, 1) or [str(near) for near in _near_files(path)] if group == "conf" else []
-    close = close or get_close_matches(name, known, 1)
+    close = get_close_matches(name, known, 1) or (_near_files(path) if group == "conf" else [])
     meant = f"did you mean {group}={close[0]}? T" if close else "t"
     what = f"there is no file {path.absolute()}" if path.suffix in SUFFIXES else "there is no such choice"
     return f"{group}={name}: {what}; {meant}here are: {', '.join(known)}"
 
 
-def _near_files(path: Path) -> Iterator[Path]:
-    """Yield the YAML file whose name is almost that of a path, such as my.yaml for my.yam."""
-    files = {file.name: file for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}")} if path.parent.is_dir() else {}
-    for name in get_close_matches(path.name, list(files), 1, 0.8):
-        yield files[name]
+def _near_files(path: Path) -> list[str]:
+    """Return the YAML file whose name is almost that of a path, such as my.yaml for my.yam."""
+    names = [file.name for suffix in SUFFIXES for file in path.parent.glob(f"*{suffix}")] if path.parent.is_dir() else []
+    return [str(path.parent / name) for name in get_close_matches(path.name, names, 1, 0.8)]

@@ -23,7 +23,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from .. import conf
-from ..data.fields import OneOf
+from ..data.fields import MAX_COUNT, OneOf
 from ..models.drafters.options import DRAFTER_OPTIONS
 from ..models.drafters.shared_options import DrafterChoice
 from .config import RunConfig, RunOptions
@@ -31,8 +31,6 @@ from .config import RunConfig, RunOptions
 CONF = Path(conf.__file__).parent
 GROUPS = ("target", "data", "drafter", "eval", "conf")
 """Groups of the configuration: a choice of each is a file in conf/GROUP/."""
-_NO_LIMIT = 2**31
-"""A larger bound only keeps a number inside its type. Descriptions leave it out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +76,9 @@ class Option:
     @property
     def is_list_of_texts(self) -> bool:
         """Whether each item of the list is a text."""
-        return self.is_list and all(_kinds(item) == {"text"} for item in _items(self.hint))
+        return self.is_list and all(
+            _kinds(get_args(part)[0]) == {"text"} for part in _parts(self.hint) if get_origin(part) is list
+        )
 
     @property
     def is_switch(self) -> bool:
@@ -101,7 +101,6 @@ class Section:
 class OptionChoice:
     """One choice of a group (drafter=eagle3), such as a recipe (conf=demo), or a launch file."""
 
-    group: str
     name: str
     meaning: str
     """The comment at the head of its file."""
@@ -232,15 +231,6 @@ def _kinds(hint: Any) -> set[str]:
     return {"list"} if origin is list else {plain_words(hint)}
 
 
-def _items(hint: Any) -> Iterator[Any]:
-    """Yield the types of the items of a list, which may be null."""
-    if get_origin(hint) is list:
-        yield get_args(hint)[0]
-    elif get_origin(hint) in (Annotated, typing.Union, UnionType):
-        for part in get_args(hint):
-            yield from _items(part)
-
-
 def _plural(words: str) -> str:
     for noun in ("number", "text", "mapping", "list"):
         words = re.sub(rf"^((whole )?){noun}\b", rf"\1{noun}s", words)
@@ -255,7 +245,8 @@ def _bounds(rules: tuple[Any, ...]) -> str:
     words = ""
     for rule in flat:
         for kind, (word, name) in {**lower, **upper}.items():
-            if isinstance(rule, kind) and getattr(rule, name) < _NO_LIMIT:
+            # A larger bound only keeps a number inside its type.
+            if isinstance(rule, kind) and getattr(rule, name) < MAX_COUNT:
                 words += f" {word} {getattr(rule, name)}"
     return words + (" (not empty)" if any(isinstance(rule, annotated_types.MinLen) for rule in flat) else "")
 
@@ -287,7 +278,7 @@ def _plain(value: Any) -> Any:
 def choices(group: str) -> dict[str, OptionChoice]:
     """Describe the choices of a group, or the launch files (group "launch"), by name."""
     return {
-        path.stem: OptionChoice(group=group, name=path.stem, meaning=_head_comment(path), path=path)
+        path.stem: OptionChoice(name=path.stem, meaning=_head_comment(path), path=path)
         for path in sorted((CONF / group).glob("*.yaml"))
     }
 
@@ -296,17 +287,13 @@ def choices(group: str) -> dict[str, OptionChoice]:
 def chosen_by(recipe: str) -> dict[str, str]:
     """Return the choice of each group in a recipe's defaults list, and in the recipes that it builds on; "" for none."""
     chosen = dict.fromkeys(GROUPS[:-1], "")
-    for entry in _content(choices("conf")[recipe].path).get("defaults", []):
+    content = yaml.safe_load(choices("conf")[recipe].path.read_text(encoding="utf-8"))
+    for entry in content.get("defaults", []):
         if isinstance(entry, dict):
             chosen |= {key.removeprefix("override ").lstrip("/"): str(value) for key, value in entry.items()}
         elif entry in choices("conf"):
             chosen |= {group: name for group, name in chosen_by(entry).items() if name}
     return chosen
-
-
-def _content(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return content
 
 
 def _head_comment(path: Path) -> str:

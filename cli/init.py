@@ -47,8 +47,8 @@ EPOCHS = {"redrafter": 2, "medusa": 2, "draft_model": 2}
 """Epochs of each kind of drafter; others have four, as in EAGLE-3's release."""
 LARGE_BATCHES = ("redrafter", "medusa")
 """Kinds whose published recipes have 128 texts per step; others have 16."""
-CPU_RECORDS, CPU_LENGTH = 1000, 512
-"""Without a GPU: records of the data, and tokens of an example, at most. They take hours."""
+CPU_RECORDS = 1000
+"""Without a GPU: records of the data, at most. They take hours."""
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -85,7 +85,7 @@ def init_command(options: InitOptions) -> None:
 
     # 2. Read the target's sizes and the data: the recipe depends on them.
     target_facts = read_target_facts(target, options.chat_template)
-    data_facts = read_data_facts(options.data, max_chars=max_length(target_facts))
+    data_facts = read_data_facts(options.data, max_chars=target_facts.max_length)
 
     # 3. Write the recipe, and the prompts beside it.
     text = recipe_text(recipe, drafter, target_facts, data_facts, prompts.resolve())
@@ -132,7 +132,7 @@ def recipe_text(recipe: Path, drafter: str, target: "TargetFacts", data: "DataFa
         "data_path": _yaml(str(data.path)),
         "limit": _yaml(limit),
         "limit_reason": reason,
-        "max_length": max_length(target),
+        "max_length": target.max_length,
         "chat_template": _yaml(target.chat_template),
         "template_reason": target.template_reason,
         "options_reason": f"the template reads {', '.join(target.template_options) or 'none'}",
@@ -152,11 +152,6 @@ def recipe_text(recipe: Path, drafter: str, target: "TargetFacts", data: "DataFa
     # 3. The drafter's sizes.
     template = Template((TEMPLATES / f"{drafter}.yaml").read_text(encoding="utf-8"))
     return template.substitute(values | drafter_sizes(target))
-
-
-def max_length(target: "TargetFacts") -> int:
-    """Return the maximum number of tokens of an example."""
-    return target.max_length if target.has_accelerator else min(target.max_length, CPU_LENGTH)
 
 
 def drafter_sizes(target: "TargetFacts") -> dict[str, Any]:

@@ -25,8 +25,8 @@ from ..data.template_options import read_template, template_options
 
 NUM_PROMPTS = 32
 """Maximum number of prompts held out of the data. The other limit is a tenth of the records."""
-MAX_LENGTH = 2048
-"""Maximum number of tokens of an example, as in the published recipes."""
+MAX_LENGTH, CPU_LENGTH = 2048, 512
+"""Maximum numbers of tokens of an example: as in the published recipes, and without a GPU."""
 NUM_CHECKED = 32
 """Number of first records that are checked. One of them must be usable."""
 NUM_COMPARED = 1000
@@ -95,8 +95,8 @@ class TargetFacts:
 
     @property
     def max_length(self) -> int:
-        """Maximum number of tokens of an example for this target."""
-        return min(MAX_LENGTH, max(2, self.positions - LENGTH_MARGIN))
+        """Maximum number of tokens of an example for this target, on this machine."""
+        return min(MAX_LENGTH if self.has_accelerator else CPU_LENGTH, max(2, self.positions - LENGTH_MARGIN))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,12 @@
 """`outrider options` and `outrider recipes`: describe the configuration, in 80 columns."""
 
-import difflib
 from collections.abc import Iterator
 from typing import ClassVar
 
 from pydantic.dataclasses import dataclass
 
 from ..data.fields import OPTIONS, closest
-from .describe import GROUPS, Option, OptionChoice, Section, choices, chosen_by, drafter_sections, sections
+from .describe import GROUPS, Option, Section, choices, chosen_by, drafter_sections, sections
 from .help import facts, wrapped
 
 
@@ -99,8 +98,7 @@ def _one_section(name: str) -> Iterator[str]:
         if not matching:
             names = [*filter(None, sections()), "drafter", *kinds, *(option.name for _, option in everything)]
             there_are = ", ".join([*filter(None, sections()), "drafter", *kinds])
-            suggestion = _suggestion(name, names, closest(name, names))
-            raise ValueError(f"there is no section or option {name!r}{suggestion}; the sections are: {there_are}")
+            raise ValueError(f"there is no section or option {name!r}{_suggestion(name, names)}; the sections are: {there_are}")
         for where, option in matching:
             yield from _option_lines(option, where)
 
@@ -108,7 +106,7 @@ def _one_section(name: str) -> Iterator[str]:
     if name in ("target", "data", "drafter", "eval"):
         yield f"CHOICES ({name}=NAME chooses a file of settings)\n"
         for choice in choices(name).values():
-            yield _choice_line(choice)
+            yield wrapped(f"{name}={choice.name}{': ' if choice.meaning else ''}{choice.summary}", 2)
 
 
 def _section_lines(section: Section) -> Iterator[str]:
@@ -123,10 +121,6 @@ def _option_lines(option: Option, where: str = "") -> Iterator[str]:
     yield wrapped(option.meaning, 6) + "\n"
 
 
-def _choice_line(choice: OptionChoice) -> str:
-    return wrapped(f"{choice.group}={choice.name}{': ' if choice.meaning else ''}{choice.summary}", 2)
-
-
-def _suggestion(name: str, known: list[str], meant: str | None = None) -> str:
-    close = [meant] if meant else difflib.get_close_matches(name, known, 1)
-    return f" (did you mean {close[0]}?)" if close else ""
+def _suggestion(name: str, known: list[str]) -> str:
+    close = closest(name, known)
+    return f" (did you mean {close}?)" if close else ""

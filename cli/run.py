@@ -223,8 +223,6 @@ def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
         with works_together(target, drafter.drafter.kind):
             require_memory(drafter.drafter, target)
             fresh = build_drafter(drafter.drafter, target)
-        if drafter.train.loss.needs_teacher:
-            target.require_plain_head()
         refusals = refusals_after_training(fresh, target)
         if "export" in config.stages:
             require_exportable(config.export, drafter.drafter, refusals)

@@ -100,12 +100,9 @@ def tune_command(options: TuneOptions) -> None:
     _print_tuning(tuning, setting_namer(parts), directory, output)
 
 
-def setting_namer(drafter: "Path | DrafterParts") -> NameOf:
+def setting_namer(parts: "DrafterParts") -> NameOf:
     """Return a function that names settings of this drafter in words."""
     from ..eval.records.names import PLAIN_DECODING, setting_words
-    from ..models.drafters.saved.parts import parse_drafter_name
-
-    parts = parse_drafter_name(drafter)
 
     def name_of(setting: dict[str, Any] | None) -> str:
         if setting is None:

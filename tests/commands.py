@@ -33,3 +33,12 @@ def invoke(arguments: "list[Any] | tuple[Any, ...]") -> Result:
             code = USER_ERROR
             output.write(error_message(error))
     return Result(code, output.getvalue())
+
+
+def call(*arguments: Any) -> str:
+    """Return the output of a command that succeeds. Raises ValueError with the message of a user's mistake."""
+    result = invoke(arguments)
+    if result.exit_code == USER_ERROR:
+        raise ValueError(result.message)
+    assert result.exit_code == 0, result.output
+    return result.output

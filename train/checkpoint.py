@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import gather_object
 from torch import nn
 
 from ..data.behind import Behind
@@ -38,6 +38,7 @@ from ..data.files import (
     sha256_file,
     sha256_json,
 )
+from .parallel import sharding
 
 logger = logging.getLogger(__name__)
 
@@ -62,22 +63,13 @@ class Marker:
     format_version: int
     step: NonNegativeInt
     sharded_by: str | None
+    """The kind of `sharding`: each process saved and loads its part. None: the main process had the whole state."""
     num_processes: PositiveInt
     state: dict[str, Any]
     """What `Checkpoints.save` got, as JSON values."""
     files: dict[str, FileFacts]
     sha256: str
     """Digest of the other fields (`sha256_json`)."""
-
-
-def sharded_by(accelerator: Accelerator) -> str | None:
-    """The library that splits weights and optimizer among processes: DeepSpeed or FSDP.
-
-    It saves and loads the parts itself. None where the main process has the whole state: only then
-    can the state be copied, and written in the background.
-    """
-    kind = accelerator.distributed_type
-    return kind.value if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP) else None
 
 
 class HostCopy:
@@ -147,11 +139,11 @@ class Checkpoints(Behind):
         marker = {
             "step": step,
             "format_version": FORMAT_VERSION,
-            "sharded_by": sharded_by(self._accelerator),
+            "sharded_by": sharding(self._accelerator),
             "num_processes": self._accelerator.num_processes,
             "state": state,
         }
-        if marker["sharded_by"] is not None:
+        if marker["sharded_by"] is not None:  # only a whole state can be copied, and written in the background
             self._save_sharded(step, marker)
             return
         generators = gather_object([random_state(self._accelerator.device)])

@@ -119,13 +119,13 @@ def validate_now(training: Training, tracker: Tracker, step: int) -> bool:
     assert training.validator is not None
     with training.meter.paused(), training.whole_drafter() as drafter:
         validation = training.validator(drafter)
-        training.best.add(step, validation.record())
+        training.best.add(step, validation)
         if training.accelerator.is_main_process:
             training.best.keep(drafter)
-    tracker.log({"step": step, **validation.record()})
-    if validation.tokens_per_step is not None:
+    tracker.log({"step": step, **validation})
+    if (tokens_per_step := validation["validation_tokens_per_step"]) is not None:
         num_texts = training.config.validation_texts
-        logger.info("step %d: %.2f tokens per step on %d held-out prompts", step, validation.tokens_per_step, num_texts)
+        logger.info("step %d: %.2f tokens per step on %d held-out prompts", step, tokens_per_step, num_texts)
     return training.best.has_peaked(training.config.patience)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, str_to_bool
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, parse_flag_from_env
 from transformers.integrations import unset_hf_deepspeed_config
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def require_supported_launch(accelerator: Accelerator) -> None:
             "and write the same files. On a CPU, set ACCELERATE_USE_CPU=true and use accelerate launch --multi_gpu"
         )
     for feature, kind in (("DEEPSPEED", DistributedType.DEEPSPEED), ("FSDP", DistributedType.FSDP)):
-        if launched_with(feature) and accelerator.distributed_type != kind:
+        if parse_flag_from_env(f"ACCELERATE_USE_{feature}") and accelerator.distributed_type != kind:
             raise ValueError(
                 f"the launch sets {feature}, and accelerate runs {accelerator.distributed_type.value} instead, which shards "
                 "nothing. It supports FSDP only on GPUs, and DeepSpeed on a CPU only without ACCELERATE_USE_CPU. "
@@ -174,11 +174,6 @@ missing.
 It is the default of newer versions of torch; older versions record nothing."""
 
 
-def launched_with(feature: str) -> bool:
-    """Whether `accelerate launch` has turned on a feature: `CPU`, `DEEPSPEED` or `FSDP`."""
-    return bool(str_to_bool(os.environ.get(f"ACCELERATE_USE_{feature}", "false")))
-
-
 def make_accelerator(mixed_precision: str | None = None) -> Accelerator:
     """Build the accelerator of this process, connected with the other processes of the launch.
 
@@ -187,7 +182,7 @@ def make_accelerator(mixed_precision: str | None = None) -> Accelerator:
     launch uses DeepSpeed, and DeepSpeed isn't installed.
     """
     _end_with_launcher()
-    deepspeed = launched_with("DEEPSPEED")
+    deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     if deepspeed:
         # DeepSpeed uses deprecated names of torch, which warns at every call.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)

@@ -93,30 +93,6 @@ def hold_out(shards_dir: Path, manifest: Manifest, count: int, *, seed: int, max
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Validation:
-    """One measurement, over all processes.
-
-    `loss` covers every position of the target's own answers.
-    """
-
-    tokens_per_step: float | None
-    """Tokens per step of greedy decoding with the drafter's tree, with bonus tokens, without
-    prefills.
-
-    None if every answer ended with its first token."""
-    loss: Loss
-
-    def record(self) -> dict[str, Any]:
-        """Return it as a record of the training."""
-        means = summarize(self.loss)
-        return {
-            "validation_tokens_per_step": self.tokens_per_step,
-            "validation_loss": means["loss"],
-            "validation_accuracy_by_depth": means["accuracy_by_depth"],
-        }
-
-
 class Validator:
     """Measurement of a drafter on held-out prompts, each process on its share.
 
@@ -146,8 +122,12 @@ class Validator:
         self._accelerator = accelerator
         self._answers: dict[int, list[int]] = {}  # by plain decoding, at the first call
 
-    def __call__(self, drafter: TrainableDrafter) -> Validation:
-        """Measure the loss, calibrate the drafter with it, and decode."""
+    def __call__(self, drafter: TrainableDrafter) -> dict[str, Any]:
+        """Measure the loss over all processes, calibrate the drafter with it, and decode. Returns a record.
+
+        The loss covers every position of the target's own answers. Tokens per step are those of greedy decoding with the
+        drafter's tree, with bonus tokens, without prefills. They are None if every answer ended with its first token.
+        """
         was_training = drafter.training
         drafter.eval()
         try:
@@ -162,7 +142,12 @@ class Validator:
         num_tokens = sum(len(answer) - 1 for answer in answers.values())  # the first token is of the prefill
         counts = torch.tensor([num_tokens, num_steps], device=self._target.device) * self._worker.speaks
         num_tokens, num_steps = self._accelerator.reduce(counts, "sum").tolist()
-        return Validation(tokens_per_step=num_tokens / num_steps if num_steps else None, loss=loss)
+        means = summarize(loss)
+        return {
+            "validation_tokens_per_step": num_tokens / num_steps if num_steps else None,
+            "validation_loss": means["loss"],
+            "validation_accuracy_by_depth": means["accuracy_by_depth"],
+        }
 
     def _decode(self, drafter: Drafter[Any, Any]) -> tuple[dict[int, list[int]], int]:
         """Return the answers to this process's prompts, and the verify steps of all rows."""

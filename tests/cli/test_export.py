@@ -9,14 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.cli.describe import field_docstrings
-from outrider.cli.errors import USER_ERROR
 from outrider.cli.export import UNWANTED, WANTED, ExportOptions
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.saved.folder import record_weights
 from outrider.models.export.registry import ENGINES, FORMATS
 from outrider.models.llm.loading import load_target
 
-from ..commands import invoke
+from ..commands import call
 
 
 @pytest.fixture
@@ -26,14 +25,6 @@ def drafter(tiny_target_dir: Path, tmp_path: Path) -> Path:
     drafter = build_drafter(parse_drafter({"kind": "medusa", "num_heads": 2}), target)
     save_drafter(drafter, tmp_path / "drafter", target.identity)
     return tmp_path / "drafter"
-
-
-def call(*command: str | Path) -> str:
-    result = invoke([str(part) for part in command])
-    if result.exit_code == USER_ERROR:
-        raise ValueError(result.message)
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 def test_an_exported_drafter_is_imported_unchanged(drafter, tiny_target_dir, tmp_path):

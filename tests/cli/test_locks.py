@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.cli.errors import USER_ERROR
 from outrider.data.files import locked
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 
-from ..commands import invoke
+from ..commands import call
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +28,6 @@ def run(target: HFTarget, tmp_path: Path) -> Path:
     with locked(folder):
         pass
     return folder
-
-
-def call(*arguments: str | Path) -> None:
-    result = invoke([str(argument) for argument in arguments])
-    if result.exit_code == USER_ERROR:
-        raise ValueError(result.message)
 
 
 @pytest.mark.parametrize("command", ["tune", "import", "export", "package", "eval"])

@@ -175,7 +175,7 @@ def test_a_checkpoint_of_another_format_is_an_error_that_names_both(accelerator:
 
 
 def test_a_sharded_state_needs_the_same_number_of_processes(accelerator, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_module, "sharded_by", lambda accelerator: "DEEPSPEED")
+    monkeypatch.setattr(checkpoint_module, "sharding", lambda accelerator: "zero2")
 
     def save_state(folder: str) -> None:
         (Path(folder) / "pytorch_model").mkdir()
@@ -194,7 +194,7 @@ def test_a_sharded_state_needs_the_same_number_of_processes(accelerator, tmp_pat
         (kept / "pytorch_model" / "rank_0.pt").write_bytes(b"torn")
         assert latest_checkpoint(tmp_path) is None, "files in folders count too"
         edit_marker(kept, num_processes=4)
-        with pytest.raises(ValueError, match="is in 4 parts by DEEPSPEED, and there are 1 processes now"):
+        with pytest.raises(ValueError, match="is in 4 parts by zero2, and there are 1 processes now"):
             saver.load(kept)
 
 

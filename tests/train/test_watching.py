@@ -11,11 +11,10 @@ import torch
 
 from outrider.models.drafters import load_drafter
 from outrider.models.drafters.base import TrainableDrafter
-from outrider.models.drafters.objective import Loss
 from outrider.train.batches import BatchStream
 from outrider.train.checkpoint import complete_checkpoints, read_marker
 from outrider.train.records import read_records
-from outrider.train.validation import Validation, Validator
+from outrider.train.validation import Validator
 
 from .conftest import Run, edit_marker
 from .test_run import assert_close, records, spy, weights
@@ -34,16 +33,10 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
 
     def script(*values: float | None) -> list[int]:
         taken: list[int] = []
-        loss = Loss(
-            sums=torch.ones(1),
-            counts=torch.ones(3, dtype=torch.long),
-            hits=torch.ones(3, 1, dtype=torch.long),
-            joint_hits=torch.ones(3, dtype=torch.long),
-        )
 
-        def measured(self: Validator, drafter: TrainableDrafter) -> Validation:
+        def measured(self: Validator, drafter: TrainableDrafter) -> dict[str, Any]:
             taken.append(len(taken))
-            return Validation(tokens_per_step=values[len(taken) - 1], loss=loss)
+            return {"validation_tokens_per_step": values[len(taken) - 1], "validation_loss": 1.0}
 
         monkeypatch.setattr(Validator, "__call__", measured)
         return taken

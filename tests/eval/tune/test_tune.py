@@ -177,7 +177,7 @@ def test_tuning_finds_measures_and_writes(tune_tiny, tiny_drafter_dir, tmp_path,
     written = json.loads((tmp_path / TUNING_FILE).read_text())
     assert written["choices"]["1"] == asdict(tuning.choices[1])
     assert written["place"]["dtype"] == "float32"
-    name_of = setting_namer(tiny_drafter_dir)
+    name_of = setting_namer(parse_drafter_name(tiny_drafter_dir))
     assert verdict(tuning, 2, name_of).startswith("Batches of 2: ")
     assert tuning_table(tuning, 2, name_of).caption == "3 more settings were slower on some of the prompts"
 
