@@ -16,7 +16,7 @@ from tqdm import tqdm
 from .config import TRAFFIC, DataConfig, DataSource, Split
 from .conversations import NO_ANSWER, Conversation, has_surrogate, is_unanswered
 from .forms import FORMS, ID_KEYS, form_of
-from .raw_records import NOT_JSON, SUFFIXES, SURE_SUFFIXES, is_local, load_records, local_files
+from .raw_records import NOT_JSON, SUFFIXES, SURE_SUFFIXES, is_local, load_records, local_files, read_records, record_files
 from .stdlib import TASK, Cuts, code_conversations, cut_text, read_source
 from .suites import PromptSet
 
@@ -279,7 +279,7 @@ def _records(source: DataSource, path: str, notes: Counter[str]) -> Iterable[Any
     """Read the records of a source; `notes` count what can't be read of a log."""
     if is_local(path):
         # A log is written while it is read, or was cut.
-        return load_records(path, broken=notes if source.source == TRAFFIC else None)
+        return read_records(record_files(path), notes if source.source == TRAFFIC else None)
     try:
         return load_records(path, split=source.split, subset=source.subset, file=source.file, revision=source.revision)
     except ValueError as error:
