@@ -26,8 +26,8 @@ above it the answer is slow."""
 NOISY_SHARE = 0.05
 """Largest share of slow answers in the seconds that count; above it the speed is noisy."""
 
-AnswerKey = tuple[str | int, int]
-"""Unit and turn: identifies an answer, or a batch of answers, of a method within a group."""
+AnswerKey = tuple[int, str | int, int]
+"""Batch size, unit and turn: identifies an answer, or a batch of answers, of a method on a suite at a temperature."""
 
 
 def is_slow(seconds: float, processor_seconds: float | None, others: Iterable[float] = ()) -> bool:
@@ -43,8 +43,7 @@ def is_slow(seconds: float, processor_seconds: float | None, others: Iterable[fl
 def counted(records: Sequence[EvalRecord]) -> list[EvalRecord]:
     """Select the repeat of each answer that counts: the one with the median time (of two, the faster).
 
-    `records` are those of one method under one suite, temperature and batch size. The rows of a
-    batch are selected together.
+    `records` are those of one method under one suite and temperature. The rows of a batch are selected together.
     """
     repeats = _repeats(records)
     chosen = {
@@ -79,7 +78,7 @@ def _repeats(records: Iterable[EvalRecord]) -> dict[AnswerKey, dict[int, EvalRec
 
 
 def _key(record: EvalRecord) -> AnswerKey:
-    return record.unit, record.turn
+    return record.batch_size, record.unit, record.turn
 
 
 class Speeds(TypedDict):
