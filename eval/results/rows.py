@@ -187,9 +187,8 @@ def complete(records: Iterable[EvalRecord], out_of_memory: Iterable[OutOfMemory]
     return [record for record in records if record.cell not in left_out]
 
 
-def rows_of(records: Iterable[EvalRecord], info: RunInfo, facts: Facts) -> list[Row]:
-    """Build the rows of a run from its records."""
-    records = complete(records, facts.out_of_memory)
+def rows_of(records: Sequence[EvalRecord], info: RunInfo, facts: Facts) -> list[Row]:
+    """Build the rows of a run from its records, without those of methods that ran out of memory (`complete`)."""
     return build_rows(records, judged(records, info.dtype, facts.audits, facts.unaudited), info, facts)
 
 
