@@ -17,6 +17,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -25,12 +26,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from .chat import (
-    TEMPLATE_ERRORS,
     THINK,
     ChatTemplate,
+    FailedTemplateError,
     Span,
-    UnboundedTemplateError,
-    describe_error,
     inline,
     reasoning_of,
     without_reasoning,
@@ -94,10 +93,8 @@ class AnswerFinder:
         for index in answers:
             try:
                 found = self._answer(turns[: index + 1], tools)
-            except UnboundedTemplateError:
-                raise
-            except TEMPLATE_ERRORS as error:
-                return f"rejected by the chat template ({describe_error(error)})"
+            except FailedTemplateError as error:
+                return f"rejected by the chat template ({error})"
             if isinstance(found, str):
                 return found
             # A text goes on where the template has only appended to it.
@@ -269,12 +266,9 @@ class AnswerFinder:
     def _probe(self, *answers: Turn, is_prompt: bool = False) -> str:
         """Return the text of a question and further turns; empty if the template rejects them."""
         turns = (Turn(role="user", content=QUESTION), *answers)
-        try:
+        with suppress(FailedTemplateError):
             return self.template.prompt(turns) if is_prompt else self.template.text(turns)
-        except UnboundedTemplateError:
-            raise
-        except TEMPLATE_ERRORS:
-            return ""
+        return ""
 
     # --- texts that a template has written already
 

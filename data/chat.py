@@ -87,12 +87,10 @@ def encode_prompt(
     template = ChatTemplate(tokenizer)
     try:
         text = template.prompt(turns, tools)
-    except UnboundedTemplateError:
-        raise
-    except TEMPLATE_ERRORS as error:
+    except FailedTemplateError as error:
         raise ValueError(
-            f"{template} fails for a prompt of {len(turns)} turns ({describe_error(error)}); correct it, or "
-            "set data.chat_template (--chat-template) to another"
+            f"{template} fails for a prompt of {len(turns)} turns ({error}); correct it, or set "
+            "data.chat_template (--chat-template) to another"
         ) from error
     input_ids: torch.Tensor = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
     return input_ids
@@ -114,6 +112,10 @@ def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
             "(a directory with tokenizer.json)"
         )
     return tokenizer.get_chat_template()
+
+
+class FailedTemplateError(ValueError):
+    """An error of a chat template, or its rejection of a conversation."""
 
 
 class UnboundedTemplateError(ValueError):
@@ -166,7 +168,7 @@ def _unbounded(bound: str, num_turns: int, name: str) -> UnboundedTemplateError:
     )
 
 
-def describe_error(error: BaseException) -> str:
+def _described(error: Exception) -> str:
     """Describe an error of a template: its own words, or those of Python with the error's type."""
     text = f"{error!s:.200}"
     return text if isinstance(error, TemplateError) else f"{type(error).__name__}: {text}"
@@ -216,7 +218,10 @@ class ChatTemplate:
         options |= {"tools": list(tools)} if tools else {}  # type: ignore[dict-item]
         with _bounded(len(messages), str(self)):
             source = self._with_tools if tools else self.source
-            (text,), spans = render([messages], chat_template=source, **self._special_tokens, **options)
+            try:
+                (text,), spans = render([messages], chat_template=source, **self._special_tokens, **options)
+            except TEMPLATE_ERRORS as error:
+                raise FailedTemplateError(_described(error)) from error
             if len(text) > MAX_CHARS + sum(len(message["content"] or "") for message in messages):
                 raise _unbounded(f"{MAX_CHARS} characters", len(messages), str(self))
         return text, spans[0] if spans else []
@@ -278,12 +283,9 @@ class ChatTemplate:
 
     def _try(self, answer: list[dict[str, Any]]) -> str:
         """Return the text of a question and an answer; empty if the template rejects them."""
-        try:
+        with suppress(FailedTemplateError):
             return self._render_messages([{"role": "user", "content": "QUESTION"}, *answer])[0]
-        except UnboundedTemplateError:
-            raise
-        except TEMPLATE_ERRORS:
-            return ""
+        return ""
 
 
 def _name_functions_in_ids(messages: Sequence[dict[str, Any]]) -> None:

@@ -30,12 +30,10 @@ class Turn:
 class Conversation:
     """A conversation of a data set: turns, or a text or tokens that have been made of them.
 
-    `id` is unique within the data set and is the same in every stage. `source` is where it came
-    from.
+    `id` is unique within the data set and is the same in every stage.
     """
 
     id: str
-    source: str
     turns: tuple[Turn, ...] = ()
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of the functions that the assistant may call."""

@@ -56,7 +56,7 @@ FIRST_ANSWERS = "first turns that are answers: left out"
 """Note about conversations that are cut out of longer ones."""
 
 Parsed = Conversation | str
-"""A record's conversation, without its id and source; or the reason to drop the record."""
+"""A record's conversation, without its id; or the reason to drop the record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +222,7 @@ def _checked(turns: list[Turn], record: Mapping[str, Any], used: Collection[str]
     if isinstance(kept, str):
         return kept
     notes.update(own)
-    return Conversation(id="", source="", turns=tuple(kept), tools=tools)
+    return Conversation(id="", turns=tuple(kept), tools=tools)
 
 
 def _usable(turns: list[Turn], notes: set[str]) -> list[Turn] | str:
@@ -335,7 +335,7 @@ def _parse_tokens(record: Any, notes: Counter[str]) -> Parsed:
         return f"{key!r} with other values than 0 and 1"
     _note_unused(record, ("input_ids", key, "attention_mask", *ID_KEYS), "", notes)
     trained = bytes(label != IGNORED_LABEL if key == "labels" else bool(label) for _, label, is_seen in rows if is_seen)
-    return Conversation(id="", source="", tokens=(array("i", (id for id, _, is_seen in rows if is_seen)), trained))
+    return Conversation(id="", tokens=(array("i", (id for id, _, is_seen in rows if is_seen)), trained))
 
 
 def _parse_text(record: Any, notes: Counter[str]) -> Parsed:
@@ -346,7 +346,7 @@ def _parse_text(record: Any, notes: Counter[str]) -> Parsed:
     if has_surrogate(text):
         return NOT_UNICODE
     _note_unused(record, (*TEXT_RECORD_KEYS, *ID_KEYS), "", notes)
-    return Conversation(id="", source="", text=text)
+    return Conversation(id="", text=text)
 
 
 def _parse_openai(record: Any, notes: Counter[str]) -> Parsed:

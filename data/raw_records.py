@@ -40,18 +40,15 @@ def load_records(
     subset: str | None = None,
     file: str | None = None,
     revision: str | None = None,
-    broken: Counter[str] | None = None,
 ) -> Iterator[Any]:
     """Read the records of local files, or of a data set of the Hub if there is no such file.
 
     `path` may be a file, a folder or a pattern. The other arguments are for the Hub; `file` is one file
     of the data set, whose splits are then ignored. Raises ValueError with location and remedy if the
-    data can't be found or read, or hold no record. With `broken`, for logs, lines that are no JSON, cut files
-    and empty ones are counted there and left out: the last line may be half written. A name that looks like a
-    local path is never searched for on the Hub.
+    data can't be found or read, or hold no record. A name that looks like a local path is never searched for on the Hub.
     """
     if is_local(path):
-        return read_records(record_files(path), broken)
+        return read_records(record_files(path))
     use_hub()
     path = path.removeprefix(HUB_PREFIX)
     if file is not None:
@@ -111,7 +108,8 @@ def read_records(files: Sequence[Path], broken: Counter[str] | None = None) -> I
 
     JSON is one record per line, one array of records, or one object with such an array under `data`,
     whatever the file's suffix. Files without a record are named at the end. Raises ValueError if all files
-    are empty, and with the line if one is malformed; `broken` is that of `load_records`.
+    are empty, and with the line if one is malformed. With `broken`, for logs, lines that are no JSON, cut files and empty
+    ones are counted there and left out: the last line may be half written.
     """
     empty = []
     for file in files:
@@ -222,7 +220,7 @@ def _parse_json(text: str, path: Path, line_number: int) -> Any:
 
 @contextmanager
 def _opened(path: Path, broken: Counter[str] | None = None) -> Iterator[TextIO]:
-    """Open a text file, plain or gzip. Raises ValueError with its name if it is damaged; for logs see `load_records`."""
+    """Open a text file, plain or gzip. Raises ValueError with its name if it is damaged; for logs see `read_records`."""
     # utf-8-sig: some exports begin with a byte order mark, which JSON doesn't allow. Half a character ends half a line.
     options: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "strict" if broken is None else "replace"}
     with gzip.open(path, "rt", **options) if path.suffix.lower() == ".gz" else path.open(**options) as file:

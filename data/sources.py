@@ -16,7 +16,7 @@ from tqdm import tqdm
 from .config import TRAFFIC, DataConfig, DataSource, Split
 from .conversations import NO_ANSWER, Conversation, has_surrogate, is_unanswered
 from .forms import FORMS, ID_KEYS, form_of
-from .raw_records import NOT_JSON, SUFFIXES, SURE_SUFFIXES, is_local, load_records, local_files
+from .raw_records import NOT_JSON, SUFFIXES, SURE_SUFFIXES, is_local, load_records, local_files, read_records, record_files
 from .stdlib import TASK, Cuts, code_conversations, cut_text, read_source
 from .suites import PromptSet
 
@@ -253,7 +253,7 @@ def _of_sources(
                 continue
             if mark := OTHER_MARKS.search(conversation.text):
                 notes[f"{mark[0]!r} in the text, a mark that isn't the target's chat template's: read as prose"] += 1
-            for piece in _pieces(conversation.text, cuts, conversation.id, source.path, PROSE_TASK, dropped):
+            for piece in _pieces(conversation.text, cuts, conversation.id, PROSE_TASK, dropped):
                 yield number, piece
 
 
@@ -272,14 +272,14 @@ def _parsed(
             location = f"{name}:{index}"
             # A log's own ids may be private, and nothing needs them.
             id = location if source.source == TRAFFIC else _unique_id(record, location, seen)
-            yield replace(conversation, id=id, source=path)
+            yield replace(conversation, id=id)
 
 
 def _records(source: DataSource, path: str, notes: Counter[str]) -> Iterable[Any]:
     """Read the records of a source; `notes` count what can't be read of a log."""
     if is_local(path):
         # A log is written while it is read, or was cut.
-        return load_records(path, broken=notes if source.source == TRAFFIC else None)
+        return read_records(record_files(path), notes if source.source == TRAFFIC else None)
     try:
         return load_records(path, split=source.split, subset=source.subset, file=source.file, revision=source.revision)
     except ValueError as error:
@@ -313,11 +313,11 @@ def _files_of_text(path: str, cuts: Cuts, dropped: Counter[str]) -> Iterator[Con
         else:
             task = PROSE_TASK if file.suffix in PROSE_SUFFIXES else TASK
             id = file.relative_to(root.parent) if root.exists() else file
-            yield from _pieces(text, cuts, id.as_posix(), path, task, dropped)
+            yield from _pieces(text, cuts, id.as_posix(), task, dropped)
 
 
-def _pieces(text: str, cuts: Cuts, id: str, path: str, task: str, dropped: Counter[str]) -> Iterator[Conversation]:
-    pieces = list(cut_text(text, cuts, id=id, source=path, task=task))
+def _pieces(text: str, cuts: Cuts, id: str, task: str, dropped: Counter[str]) -> Iterator[Conversation]:
+    pieces = list(cut_text(text, cuts, id=id, task=task))
     if not pieces:
         dropped["text too short to be cut into a prompt and an answer"] += 1
     yield from pieces

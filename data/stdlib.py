@@ -30,7 +30,7 @@ class Cuts:
     answer_chars: int = 1500
 
 
-def cut_text(text: str, cuts: Cuts, *, id: str, source: str, task: str) -> Iterator[Conversation]:
+def cut_text(text: str, cuts: Cuts, *, id: str, task: str) -> Iterator[Conversation]:
     """Cut a text at line ends into conversations of one question and one answer.
 
     A conversation's id is `id` and the number of its first line, counted from 1. A last piece too
@@ -46,7 +46,7 @@ def cut_text(text: str, cuts: Cuts, *, id: str, source: str, task: str) -> Itera
         answer, position = _take_lines(lines, position, cuts.answer_chars)
         if prompt.strip() and answer.strip():
             turns = (Turn(role="user", content=f"{task}\n\n{prompt}"), Turn(role="assistant", content=answer))
-            yield Conversation(id=f"{id}:{start + 1}", source=source, turns=turns)
+            yield Conversation(id=f"{id}:{start + 1}", turns=turns)
 
 
 def _take_lines(lines: list[str], position: int, num_chars: int) -> tuple[str, int]:
@@ -141,4 +141,4 @@ def code_conversations(split: Split, cuts: Cuts, root: Path | None = None) -> It
         text = read_source(path)
         if text is not None:
             id = f"stdlib/{path.relative_to(root).as_posix()}"
-            yield from cut_text(text, cuts, id=id, source=f"stdlib/{split}", task=TASK)
+            yield from cut_text(text, cuts, id=id, task=TASK)

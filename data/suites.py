@@ -86,7 +86,7 @@ def load_suite(name: str, path: str | None = None, limit: int | None = None, see
     many prompts by `seed`, in the suite's order. Raises ValueError if the
     suite is unknown, or if the file can't be read or isn't the suite's.
     """
-    # 1. Check the name and the options.
+    # 1. Check the name.
     if not SUITE_NAME.fullmatch(name):
         raise ValueError(f"a suite's name is {name!r}; use letters, digits, '.', '_' and '-' (rename its file)")
     if name not in SUITE_NAMES and path is None:
@@ -95,8 +95,6 @@ def load_suite(name: str, path: str | None = None, limit: int | None = None, see
             f"unknown suite {name!r}{hint} The suites are {', '.join(SUITE_NAMES)}. For prompts of your own give their file "
             f"({name}.jsonl)"
         )
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit of suite {name!r} is {limit}; it must be at least 1, or null for all prompts")
     suite = SUITES.get(name)
     on_hub = suite is not None and suite.hub_id is not None if path is None else name != "stdlib" and not is_local(path)
     # 2. Read the prompts, and sample.

@@ -58,19 +58,18 @@ class SuiteConfig:
     """At most this many prompts, sampled with the seed; None takes all."""
 
 
-def suite_of(text: str, **options: Any) -> SuiteConfig:
+def suite_of(text: str) -> SuiteConfig:
     """Build the suite that a text names: a published suite, or a file of prompts.
 
     A suite from a file is named after the file. The file of a published suite, such as
-    `mt_bench.jsonl`, thus has the suite's name. `options` are the suite's other options. Raises
-    ValueError for a file named after `stdlib`, which has no file.
+    `mt_bench.jsonl`, thus has the suite's name. Raises ValueError for a file named after `stdlib`, which has no file.
     """
     if not text.endswith(FILE_SUFFIXES):
-        return SuiteConfig(name=text, **options)
+        return SuiteConfig(name=text)
     name = re.sub(r"(\.jsonl?|\.parquet)?(\.gz)?$", "", Path(text).name)
     if name == "stdlib":
         raise ValueError(f"the suite {text!r} would be named stdlib, which is a suite without a file; rename the file")
-    return SuiteConfig(name=name, path=text, **options)
+    return SuiteConfig(name=name, path=text)
 
 
 def _suite_of_text(value: Any) -> Any:

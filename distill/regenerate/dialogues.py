@@ -23,7 +23,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ...data.chat import TEMPLATE_ERRORS, ChatTemplate, UnboundedTemplateError, describe_error
+from ...data.chat import ChatTemplate, FailedTemplateError
 from ...data.conversations import Conversation, Turn
 from ...data.loops import ends_in_a_loop
 from .answers import AnsweredExample, AnswerSpan
@@ -107,10 +107,8 @@ class Dialogue(InTurns):
         self._messages += question
         try:
             text = self._template.prompt(self._messages, self._tools)
-        except UnboundedTemplateError:
-            raise
-        except TEMPLATE_ERRORS as error:
-            self._end(f"rejected by the chat template ({describe_error(error)})")
+        except FailedTemplateError as error:
+            self._end(f"rejected by the chat template ({error})")
             return None
         prompt = self._tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
         if self._limits.room(len(prompt)) < 1:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ...data.chat import TEMPLATE_ERRORS, ChatTemplate, UnboundedTemplateError, describe_error
+from ...data.chat import ChatTemplate, FailedTemplateError
 from ...data.config import SELF, DataSource
 from ...data.conversations import Conversation, Turn
 from ...data.loops import ends_in_a_loop
@@ -32,10 +32,10 @@ class Opening:
         self.template, self._tokenizer = ChatTemplate(target.tokenizer), target.tokenizer
         try:
             first, behind = self._parts([])
-        except TEMPLATE_ERRORS as error:
+        except FailedTemplateError as error:
             raise ValueError(
-                f"data.source is {SELF}, and {self.template} fails for a question ({describe_error(error)}); set "
-                "data.chat_template to another, or give data"
+                f"data.source is {SELF}, and {self.template} fails for a question ({error}); set data.chat_template to "
+                "another, or give data"
             ) from error
         if not first.strip() or not behind.strip():
             side = "before" if not first.strip() else "behind"
@@ -61,13 +61,13 @@ class Opening:
 
     def _parts(self, turns: Sequence[Turn]) -> tuple[str, str]:
         text = self.template.prompt([*turns, Turn(role="user", content=QUESTION)])
-        if text.count(QUESTION) != 1:
-            raise ValueError(f"a question must stand in its text once, unchanged; it stands there {text.count(QUESTION)} times")
+        if (number := text.count(QUESTION)) != 1:
+            raise FailedTemplateError(f"a question must stand in its text once, unchanged; it stands there {number} times")
         before, _, behind = text.partition(QUESTION)
         return before, behind
 
     def text(self, turns: Sequence[Turn], prefix: str) -> str:
-        """Return the text up to a question that begins with `prefix`. Raises an error of TEMPLATE_ERRORS."""
+        """Return the text up to a question that begins with `prefix`. Raises FailedTemplateError."""
         # A blank at the end would be a token of its own, which the target has rarely read there.
         return (self._parts(turns)[0] + prefix).rstrip(" ")
 
@@ -107,10 +107,8 @@ class Writer(InTurns):
                 text = self._opening.template.prompt(self._messages)
             else:
                 text = self._opening.text(self._messages, self._prefix)
-        except UnboundedTemplateError:
-            raise
-        except TEMPLATE_ERRORS as error:
-            self._end(f"rejected by the chat template ({describe_error(error)})", LATER)
+        except FailedTemplateError as error:
+            self._end(f"rejected by the chat template ({error})", LATER)
             return None
         prompt = self._target.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
         if self._limits.room(len(prompt)) < 1:

@@ -86,7 +86,7 @@ class SelfSource:
         more = [source.turns, config.temperature, config.top_k, config.top_p, config.max_new_tokens] if source.turns > 1 else []
         text = json.dumps([source.prefix, *more])
         assert source.count is not None  # DataSource has checked it
-        self.items = [Conversation(id=f"{SELF}:{number}:{index}", source=SELF, text=text) for index in range(source.count)]
+        self.items = [Conversation(id=f"{SELF}:{number}:{index}", text=text) for index in range(source.count)]
 
     def begin(self, item: Conversation) -> Writer:
         """Begin a conversation."""

@@ -57,24 +57,25 @@ def certify_sampling(label: str, target: HFTarget, method: Method, prompts: Sequ
         quantiles.append(greater.sum(-1) + share * equal.sum(-1))
 
     # 2. Test each pair of neighbours.
-    values = pair_tests(torch.cat(quantiles))
+    subject = f"{label}, sampled: {num_texts * SAMPLED_TOKENS} tokens, {num_accepted} of them accepted drafts"
+    return sampling_line(subject, f"G-tests of {num_texts} texts", torch.cat(quantiles))
+
+
+def sampling_line(subject: str, method: str, quantiles: Float[torch.Tensor, "text token"]) -> CertificateLine:
+    """Test each pair of neighbouring tokens, whose quantiles should be uniform and independent."""
+    num_places = math.isqrt(len(quantiles) // TEXTS_PER_CELL)  # of one token; a pair has the square
+    cell = (quantiles * num_places).long().clamp(max=num_places - 1)
+    pairs = (cell[:, :-1] * num_places + cell[:, 1:]).unbind(1)
+    even = torch.full((num_places**2,), len(quantiles) / num_places**2, dtype=torch.float64)
+    values = [g_test(pair.bincount(minlength=len(even)).double(), even) for pair in pairs]
     return CertificateLine(
-        subject=f"{label}, sampled: {num_texts * SAMPLED_TOKENS} tokens, {num_accepted} of them accepted drafts",
-        method=f"G-tests of {num_texts} texts",
+        subject=subject,
+        method=method,
         num_cases=len(values),
         result=f"p at least {min(values):.2g}",
         passed=all(value > FALSE_ALARM_RATE for value in values),
         false_alarm_rate=len(values) * FALSE_ALARM_RATE,
     )
-
-
-def pair_tests(quantiles: Float[torch.Tensor, "text token"]) -> list[float]:
-    """Compute the p-value of each pair of neighbouring tokens, whose quantiles should be uniform and independent."""
-    num_places = math.isqrt(len(quantiles) // TEXTS_PER_CELL)  # of one token; a pair has the square
-    cell = (quantiles * num_places).long().clamp(max=num_places - 1)
-    pairs = (cell[:, :-1] * num_places + cell[:, 1:]).unbind(1)
-    even = torch.full((num_places**2,), len(quantiles) / num_places**2, dtype=torch.float64)
-    return [g_test(pair.bincount(minlength=len(even)).double(), even) for pair in pairs]
 
 
 def _batch_size(target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[torch.Tensor]) -> int:

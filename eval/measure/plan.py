@@ -146,12 +146,8 @@ class Texts:
             yield turn
             if fits and index + 1 < len(prompt.turns):
                 answer = self.records[turn.key(BASELINE)].token_ids
-                messages.append(Turn(role="assistant", content=self._text(answer)))
-
-    def _text(self, token_ids: list[int]) -> str:
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        assert isinstance(text, str)  # one answer, not a batch of them
-        return text
+                decoded = str(self.tokenizer.decode(answer, skip_special_tokens=True))
+                messages.append(Turn(role="assistant", content=decoded))
 
 
 T = TypeVar("T")

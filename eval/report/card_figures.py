@@ -131,9 +131,10 @@ class FastestCall:
 
     speedup: float
     """Geometric mean over the suites."""
-    num_suites: int
-    noisy: bool
-    """Whether a speedup of the mean is noisy."""
+    is_faster: bool
+    """Whether the speedup is above 1.00x, as printed."""
+    scope: str
+    """What a reader must know about the speedup, after a comma; empty for one suite without noise."""
     arguments: Markdown
     """Arguments of `generate` beside those of every call; code, so nothing in it is escaped."""
     partners: list[str]
@@ -179,10 +180,11 @@ def fastest_call(figures: Sequence[tuple[Run, Row]], packaged: Sequence[str]) ->
     setting = json.loads(written) if is_faster else {}
     partners = [part for part in kind.split(SEPARATOR) if part in TRAINING_FREE_NAMES] if is_faster else list(packaged)
     require_plain_options(setting, figures[0][0].directory)
+    scope = f", on average over {len(suites)} suites" if len(suites) > 1 else ""
     return FastestCall(
         speedup=means[call],
-        num_suites=len(suites),
-        noisy=any(row["noisy"] for row in rows_of_call[call]),
+        is_faster=is_faster,
+        scope=scope + ", noisy" * any(row["noisy"] for row in rows_of_call[call]),
         arguments=_arguments(partners, setting, packaged),
         partners=partners,
     )

@@ -13,11 +13,10 @@ from ..records.records import read_records
 from ..results.explain import CAUSES, advice, explain
 from ..results.notes import PACE_NOTE, measured_notes, problems
 from ..results.rows import depends_on_clock, fault, is_broken, is_lossy, is_wrong, units
-from ..results.tables import cells
+from ..results.tables import PHASES, cells
 from .page_tables import Line, PageTable, TableColumn, Value, column, number
 from .runs import Group, RunEntry, decoding
 
-PHASES = ("draft", "verify", "accept", "rest")
 MAX_HISTOGRAM = 12
 """Number of accepted lengths shown separately; longer ones are summed in the last."""
 TEXT_COLUMNS = ("Median", "Faster on", "CPU ms/tok", "CPU speedup", "Identical")

@@ -93,7 +93,7 @@ def changes(records: Iterable[EvalRecord], methods: Mapping[str, tuple[str, str]
             continue
         ratio, interval = bootstrap(measured.transpose(1, 0, 2)[::-1], ratio_of_ratios, seed=0, num_tested=num_tested[suite])
         low, high = interval or (0.0, float("inf"))
-        speed, speeds = speedup(_timed(old), _timed(new), seed=0)
+        speed, speeds = speedup(counted(old), counted(new), seed=0)
         yield Change(
             setting=setting,
             suite=suite,
@@ -105,14 +105,6 @@ def changes(records: Iterable[EvalRecord], methods: Mapping[str, tuple[str, str]
             speed=speed,
             speed_high=speeds[1] if speeds else float("inf"),
         )
-
-
-def _timed(records: Iterable[EvalRecord]) -> list[EvalRecord]:
-    """Select the repeats that count, at each batch size."""
-    by_size = defaultdict[int, list[EvalRecord]](list)
-    for record in records:
-        by_size[record.batch_size].append(record)
-    return [record for of_size in by_size.values() for record in counted(of_size)]
 
 
 def _answer(record: EvalRecord) -> tuple[Any, ...]:

@@ -26,8 +26,8 @@ above it the answer is slow."""
 NOISY_SHARE = 0.05
 """Largest share of slow answers in the seconds that count; above it the speed is noisy."""
 
-AnswerKey = tuple[str | int, int]
-"""Unit and turn: identifies an answer, or a batch of answers, of a method within a group."""
+AnswerKey = tuple[int, str | int, int]
+"""Batch size, unit and turn: identifies an answer, or a batch of answers, of a method on a suite at a temperature."""
 
 
 def is_slow(seconds: float, processor_seconds: float | None, others: Iterable[float] = ()) -> bool:
@@ -43,8 +43,7 @@ def is_slow(seconds: float, processor_seconds: float | None, others: Iterable[fl
 def counted(records: Sequence[EvalRecord]) -> list[EvalRecord]:
     """Select the repeat of each answer that counts: the one with the median time (of two, the faster).
 
-    `records` are those of one method under one suite, temperature and batch size. The rows of a
-    batch are selected together.
+    `records` are those of one method under one suite and temperature. The rows of a batch are selected together.
     """
     repeats = _repeats(records)
     chosen = {
@@ -79,7 +78,7 @@ def _repeats(records: Iterable[EvalRecord]) -> dict[AnswerKey, dict[int, EvalRec
 
 
 def _key(record: EvalRecord) -> AnswerKey:
-    return record.unit, record.turn
+    return record.batch_size, record.unit, record.turn
 
 
 class Speeds(TypedDict):
@@ -193,7 +192,7 @@ def compute_figures(
 ) -> Figures:
     """Compute the figures of a method from its records and plain decoding's.
 
-    All figures are those of the repeats that count (`counted`), on both sides.
+    All figures are those of the repeats that count (`counted`), on both sides. `mismatches` are those of all methods.
     """
     # 1. Split the records: timed answers give the speeds, profiled ones the time split and what
     # follows from it.
@@ -205,7 +204,9 @@ def compute_figures(
 
     # 2. Compare the method with plain decoding.
     is_baseline = timed[0].method == BASELINE
-    verdict = judge(method_records, mismatches)
+    verdict, plain_verdict = judge(method_records, mismatches), judge(plain_records, mismatches)
+    # Without a correct baseline no comparison is valid.
+    is_broken = verdict.broken or plain_verdict.broken
     tau = stats.tokens_per_step(timed)
     rho = None if is_baseline else stats.relative_draft_cost(profiled_plain, profiled)
     histogram = stats.accepted_histogram(timed)
@@ -232,17 +233,17 @@ def compute_figures(
         "answer_tokens_per_second": stats.answer_tokens_per_second(timed),
         "decode_tokens_per_second": stats.decode_tokens_per_second(timed),
         "rho": rho,
-        "ceiling": None if verdict.broken else stats.ceiling(tau, rho),
+        "ceiling": None if is_broken else stats.ceiling(tau, rho),
         "draft_seconds_per_step": None if is_baseline else stats.draft_seconds_per_step(profiled),
         "time_split": stats.time_split(profiled),
         "roofline_fraction": _roofline_fraction(timed, roofline),
-        "lossless": not (verdict.lossy or mismatches),
-        "lossless_label": verdict.label,
+        "lossless": not (verdict.lossy or verdict.num_mismatched or plain_verdict.broken),
+        "lossless_label": verdict.label if is_baseline else verdict.label_beside(plain_verdict),
         "num_mismatched_prompts": verdict.num_mismatched,
         "num_within_noise": verdict.num_within_noise,
         "num_unaudited": verdict.num_unaudited,
         "first_mismatch": verdict.first,
-        **_speeds(plain, timed, noisy=noisy, is_broken=verdict.broken, seed=seed),
+        **_speeds(plain, timed, noisy=noisy, is_broken=is_broken, seed=seed),
         "out_of_memory": False,
     }
 
@@ -268,7 +269,7 @@ def _steps_interval(records: Sequence[EvalRecord]) -> tuple[float, float] | None
 def _speeds(plain: Sequence[EvalRecord], timed: Sequence[EvalRecord], *, noisy: bool, is_broken: bool, seed: int) -> Speeds:
     """Compare a method's times with plain decoding's.
 
-    A broken method has no speed anywhere. The baseline's speedup is 1.
+    A broken method has no speed anywhere, and none has where plain decoding is broken. The baseline's speedup is 1.
     """
     # 1. What every method has.
     seconds, plain_seconds = (stats.processor_seconds_per_token(records) for records in (timed, plain))

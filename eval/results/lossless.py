@@ -175,9 +175,18 @@ class Verdict:
             return f"within noise ({self.num_within_noise})"
         return "yes"
 
+    def label_beside(self, plain: "Verdict") -> str:
+        """Return the label of a method beside plain decoding, which may be wrong itself, or unproven."""
+        if not plain.broken:
+            return self.label
+        verdict, cause = ("unproven", "is unproven") if plain.unproven else ("NO", "is wrong")
+        return f"{verdict}: plain decoding {cause} ({self.label} against it)"
+
 
 def judge(records: Sequence[EvalRecord], mismatches: Sequence[Mismatch]) -> Verdict:
-    """Summarize the mismatches of one method on one suite at one temperature."""
+    """Summarize the mismatches of these records, which are those of one method on one suite at one temperature."""
+    keys = {record.key for record in records}
+    mismatches = [mismatch for mismatch in mismatches if mismatch.record.key in keys]
     mismatched = {mismatch.record.prompt_id for mismatch in mismatches}
     unexplained = [mismatch for mismatch in mismatches if not mismatch.within_noise]
     wrong = [mismatch for mismatch in unexplained if not mismatch.unaudited]

@@ -74,38 +74,16 @@ def build_rows(records: Sequence[EvalRecord], mismatches: Sequence[Mismatch], in
         plain = [record for record in group if record.method == BASELINE]
         num_skipped = facts.num_turns[group_key[0]] - sum(record.is_reference for record in plain)
         # 2. A row for each method with records, the baseline first.
-        of_group: list[Row] = []
         for method in sorted(dict.fromkeys(record.method for record in group), key=lambda name: name != BASELINE):
             of_method = [record for record in group if record.method == method]
-            keys = {record.key for record in of_method}
-            wrong = [item for item in mismatches if item.record.key in keys]
-            figures = compute_figures(plain, of_method, wrong, info.roofline, num_skipped, config["seed"], on_cpu=on_cpu)
-            of_group.append({**_conditions(of_method[0], info, facts), **figures})
-        # 3. If the baseline is broken, no method of the group has a speedup.
-        if of_group and is_broken(of_group[0]):
-            cause = "is unproven" if is_unproven(of_group[0]) else "is wrong"
-            for row in of_group:
-                _withdraw(row, cause)
-        # 4. Rows without figures, for methods that ran out of memory.
+            figures = compute_figures(plain, of_method, mismatches, info.roofline, num_skipped, config["seed"], on_cpu=on_cpu)
+            rows.append({**_conditions(of_method[0], info, facts), **figures})
+        # 3. Rows without figures, for methods that ran out of memory.
         failures = [failure for failure in facts.out_of_memory if failure.group_key == group_key]
         failures.sort(key=lambda failure: failure.method != BASELINE)
         without_figures: list[Row] = [{**_conditions(failure, info, facts), **NO_FIGURES} for failure in failures]
-        rows += [*of_group, *without_figures]
+        rows += without_figures
     return rows
-
-
-def _withdraw(row: Row, cause: str) -> None:
-    """Remove a row's speedup because plain decoding was wrong or is unproven.
-
-    Without a correct baseline no comparison in the group is valid.
-    """
-    row["speedup"], row["speedup_ci95"], row["ceiling"], row["lossless"] = None, None, None, False
-    row["median_speedup"], row["num_faster"], row["num_compared"], row["processor_speedup"] = None, 0, 0, None
-    for values in row["by_category"].values():
-        values.update(speedup=None, speedup_ci95=None)
-    if row["method"] != BASELINE:
-        verdict = "NO" if cause == "is wrong" else "unproven"
-        row["lossless_label"] = f"{verdict}: plain decoding {cause} ({row['lossless_label']} against it)"
 
 
 def group_name(row: Row) -> str:
@@ -209,9 +187,8 @@ def complete(records: Iterable[EvalRecord], out_of_memory: Iterable[OutOfMemory]
     return [record for record in records if record.cell not in left_out]
 
 
-def rows_of(records: Iterable[EvalRecord], info: RunInfo, facts: Facts) -> list[Row]:
-    """Build the rows of a run from its records."""
-    records = complete(records, facts.out_of_memory)
+def rows_of(records: Sequence[EvalRecord], info: RunInfo, facts: Facts) -> list[Row]:
+    """Build the rows of a run from its records, without those of methods that ran out of memory (`complete`)."""
     return build_rows(records, judged(records, info.dtype, facts.audits, facts.unaudited), info, facts)
 
 

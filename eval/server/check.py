@@ -16,7 +16,7 @@ from ...models.decoding.acceptance import GreedyAcceptance
 from ...models.export.package import CertificateLine
 from ...models.llm.hf_target import HFTarget
 from ..certify.certificate import passes
-from ..certify.samples import FALSE_ALARM_RATE, pair_tests
+from ..certify.samples import sampling_line
 from ..measure.plan import Method
 from ..measure.timing import time_generation
 from ..results.stats import bootstrap, ratio, ratio_of_ratios
@@ -124,15 +124,8 @@ def check_samples(reader: Reader, questions: Sequence[Question], replies: Sequen
     for row, readings in enumerate(reader.read([question.ids for question in questions], replies, told)):
         for place, reading in enumerate(readings[:SAMPLED_TOKENS]):
             quantiles[row, place] = reading.greater + reading.own * quantiles[row, place]
-    values = pair_tests(quantiles)
-    return CertificateLine(
-        subject=f"sampled answers, {sum(len(reply.tokens) for reply in replies)} tokens",
-        method=f"G-tests of {len(replies)} texts at temperature 1",
-        num_cases=len(values),
-        result=f"p at least {min(values):.2g}",
-        passed=all(value > FALSE_ALARM_RATE for value in values),
-        false_alarm_rate=len(values) * FALSE_ALARM_RATE,
-    )
+    subject = f"sampled answers, {sum(len(reply.tokens) for reply in replies)} tokens"
+    return sampling_line(subject, f"G-tests of {len(replies)} texts at temperature 1", quantiles)
 
 
 def ask_one_by_one(

@@ -81,9 +81,7 @@ def with_template(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrain
 
 def conversation(*texts: str, id: str = "c") -> Conversation:
     roles = ("user", "assistant")
-    return Conversation(
-        id=id, source="test", turns=tuple(Turn(role=roles[i % 2], content=text) for i, text in enumerate(texts))
-    )
+    return Conversation(id=id, turns=tuple(Turn(role=roles[i % 2], content=text) for i, text in enumerate(texts)))
 
 
 def chat(answers: list[str]) -> Conversation:
@@ -201,7 +199,7 @@ def test_conversations_that_a_template_rejects_or_cuts_are_counted(tiny_tokenize
     turns = (Turn(role="user", content="a"), Turn(role="user", content="b"), Turn(role="assistant", content="c"))
     conversations = [
         conversation("Hi", "Yes.", id="good"),
-        Conversation(id="two questions", source="test", turns=turns),
+        Conversation(id="two questions", turns=turns),
         conversation("long " * 100, "answer", id="long question"),
         conversation("no answer", id="no answer"),
         conversation("Hi", "long " * 100, "and?", "cut off", id="long answer"),

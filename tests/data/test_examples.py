@@ -48,7 +48,7 @@ def with_habit(
 
 
 def chat(*turns: Turn, **more: Any) -> Conversation:
-    return Conversation(id="c", source="test", turns=turns, **more)
+    return Conversation(id="c", turns=turns, **more)
 
 
 def user(text: str) -> Turn:
@@ -176,7 +176,7 @@ def test_a_text_that_the_template_has_written_is_read_as_it_is(tiny_tokenizer: P
         text = ChatTemplate(tokenizer).text((user("Q1"), answer("A1"), user("Q2"), answer("A2")))
         assert finder.is_rendered(text)
         assert not finder.is_rendered("Some prose about an assistant and a user.")
-        examples, _ = encode_conversations([Conversation(id="c", source="test", text=text)], finder, 1000)
+        examples, _ = encode_conversations([Conversation(id="c", text=text)], finder, 1000)
         assert [text for _, text in trained(examples, tokenizer)] == [HABITS[name].written(None, text) for text in ("A1", "A2")]
 
 
@@ -196,15 +196,15 @@ def test_an_answer_that_the_target_would_have_ended_earlier_is_dropped(turn, tin
 
 def test_tokens_with_a_mask_are_taken_as_they_are(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     finder = AnswerFinder(tiny_tokenizer, [3])
-    given = [Conversation(id=str(id), source="test", tokens=([5, id, 3], b"\0\1\1")) for id in (7, len(tiny_tokenizer))]
+    given = [Conversation(id=str(id), tokens=([5, id, 3], b"\0\1\1")) for id in (7, len(tiny_tokenizer))]
     examples, dropped = encode_conversations(given, finder, 1000)
     assert [(example.id, example.input_ids.tolist(), example.loss_mask.tolist()) for example in examples] == [
         ("7", [5, 7, 3], [False, True, True])
     ]
     assert dropped.total() == 1
-    padding = Conversation(id="p", source="test", tokens=([], b""))  # attention sees none of its tokens
+    padding = Conversation(id="p", tokens=([], b""))  # attention sees none of its tokens
     assert encode_conversations([given[0], padding], finder, 1000)[1] == {"no token of the assistant": 1}
-    turns = [Conversation(id="a", source="test", tokens=([5, 7, 3, 5, 7, 3, 5], b"\0\1\1\0\1\1\0"))]
+    turns = [Conversation(id="a", tokens=([5, 7, 3, 5, 7, 3, 5], b"\0\1\1\0\1\1\0"))]
     for train_on, expected in (("last", [4, 5]), ("every token", [*range(7)])):
         (example,), _ = encode_conversations(turns, finder, 1000, train_on=train_on)
         assert example.loss_mask.nonzero().flatten().tolist() == expected

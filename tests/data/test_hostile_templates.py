@@ -74,7 +74,7 @@ def test_a_template_that_fails_is_an_error_that_names_it(tokenizer, template):
     require_error(tokenizer, template, "the chat template of .* fails for a prompt of 1 turns")
     turns = (Turn(role="user", content="Hi"), Turn(role="assistant", content="Yes."))
     with pytest.raises(ValueError, match="the chat template of"):
-        encode_conversations([Conversation(id="a", source="test", turns=turns)], AnswerFinder(tokenizer, [3]), 64)
+        encode_conversations([Conversation(id="a", turns=turns)], AnswerFinder(tokenizer, [3]), 64)
 
 
 @pytest.mark.usefixtures("hurried")
@@ -97,7 +97,7 @@ def test_a_template_that_repeats_only_for_some_conversations_ends_the_run_there(
     """Once such a conversation was dropped, after the time of each."""
     tokenizer.chat_template = ANSWERED + "{% if messages | length > 3 %}" + SILENT_LOOPS + "{% endif %}"
     turns = (Turn(role="user", content="Hi"), Turn(role="assistant", content="Yes."))
-    conversations = [Conversation(id=str(n), source="test", turns=turns * n) for n in (1, 2, 2, 2)]
+    conversations = [Conversation(id=str(n), turns=turns * n) for n in (1, 2, 2, 2)]
     assert len(encode_conversations(conversations[:1], AnswerFinder(tokenizer, [3]), 64)[0]) == 1
     with pytest.raises(ValueError, match="takes more than 1 seconds for a conversation of 4 turns"):
         encode_conversations(conversations, AnswerFinder(tokenizer, [3]), 64)

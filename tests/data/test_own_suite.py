@@ -18,7 +18,7 @@ WORDS = ["apple", "river", "stone", "cloud", "window", "garden", "silver", "pape
 
 
 def chat(*turns: tuple[Role, str], tools: Sequence[dict[str, str]] = ()) -> Conversation:
-    return Conversation(id="x", source="x", tools=tools, turns=tuple(Turn(role=role, content=text) for role, text in turns))
+    return Conversation(id="x", tools=tools, turns=tuple(Turn(role=role, content=text) for role, text in turns))
 
 
 def test_a_prompt_has_the_system_message_the_tools_and_the_users_turns():

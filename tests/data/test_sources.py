@@ -16,6 +16,7 @@ from outrider.data.config import DataConfig, DataSource
 from outrider.data.conversations import Conversation, Turn
 from outrider.data.raw_records import read_records
 from outrider.data.sources import PromptOverlap, load_conversations, without_overlap
+from outrider.data.stdlib import Cuts, code_conversations
 from outrider.data.suites import Prompt, PromptSet, load_suite
 
 QUESTION, ANSWER = {"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}
@@ -285,7 +286,8 @@ def test_text_comes_from_one_file_or_from_records_too(tmp_path: Path) -> None:
 def test_the_standard_library_is_a_source() -> None:
     conversations, dropped = load_conversations(DataConfig(source="stdlib", split="distill", limit=20))
     assert len(conversations) == 20
-    assert {conversation.source for conversation in conversations} == {"stdlib/distill"}
+    of_split = {conversation.id for conversation in code_conversations("distill", Cuts(seed=0))}
+    assert of_split.issuperset(conversation.id for conversation in conversations)
     assert not dropped
 
 
@@ -308,7 +310,7 @@ def conversation(*questions: str, system: str | None = None) -> Conversation:
     turns = [Turn(role="system", content=system)] if system else []
     for question in questions:
         turns += [Turn(role="user", content=question), Turn(role="assistant", content="one two three four five")]
-    return Conversation(id=questions[0], source="test", turns=tuple(turns))
+    return Conversation(id=questions[0], turns=tuple(turns))
 
 
 EXAM = suite("Tell me: how many legs, in all, have two spiders?", "Who are you?")

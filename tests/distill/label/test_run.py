@@ -341,7 +341,7 @@ def test_another_configuration_of_the_same_weights_is_another_target(tiny_target
 
 def conversation(*texts: str) -> Conversation:
     turns = tuple(Turn(role="assistant" if index % 2 else "user", content=text) for index, text in enumerate(texts))
-    return Conversation(id="a", source="test", turns=turns)
+    return Conversation(id="a", turns=turns)
 
 
 def example(tokenizer: PreTrainedTokenizerFast, *texts: str) -> Example:

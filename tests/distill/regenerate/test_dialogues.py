@@ -41,7 +41,7 @@ THINKING_TEMPLATE = (
 def conversation(*texts: str, system: str | None = None) -> Conversation:
     """Make a conversation of alternating questions and answers, with an optional system prompt."""
     turns = [Turn(role="user" if index % 2 == 0 else "assistant", content=text) for index, text in enumerate(texts)]
-    return Conversation(id="chat", source="test", turns=(*([Turn(role="system", content=system)] if system else []), *turns))
+    return Conversation(id="chat", turns=(*([Turn(role="system", content=system)] if system else []), *turns))
 
 
 TWO_TURNS = conversation("hello", "?", "and then", "?")

@@ -90,7 +90,7 @@ def test_a_token_that_only_the_tokenizer_knows_is_an_error_where_a_text_has_it(c
     encode_prompt([replace(asked, content="a")], target.tokenizer)
     with pytest.raises(ValueError, match=message):
         encode_prompt([asked], target.tokenizer)
-    texts = [Conversation(id=text, source="s", turns=(replace(asked, content=text), said)) for text in ("a", asked.content)]
+    texts = [Conversation(id=text, turns=(replace(asked, content=text), said)) for text in ("a", asked.content)]
     assert len(encode_conversations(texts[:1], AnswerFinder(target.tokenizer, [3]), 64)[0]) == 1
     with pytest.raises(ValueError, match=message):
         encode_conversations(texts, AnswerFinder(target.tokenizer, [3]), 64)
