@@ -194,7 +194,7 @@ def place_weights(skeleton: Skeleton, config: TargetConfig, device: torch.device
             loader.place(name, contained)
         else:
             weights = loader.weights(name, contained, is_kept=unit.place is WeightPlace.KEPT)
-            streamed.append(StreamedUnit(module, contained, weights, tuple(parameter.dtype for parameter in contained)))
+            streamed.append(StreamedUnit(module, contained, weights))
     # 3. Start the stream. Reading its first units measures the rate.
     if not streamed:
         reader.close()

@@ -67,8 +67,6 @@ class StreamedUnit:
     parameters: tuple[nn.Parameter, ...]
     weights: Weights
     """Where the parameters' values are, in their order."""
-    dtypes: tuple[torch.dtype, ...]
-    """Types of the computation."""
 
     @property
     def num_bytes(self) -> int:
@@ -77,14 +75,14 @@ class StreamedUnit:
 
     @property
     def _sizes(self) -> list[int]:
-        pairs = zip(self.weights.stored, self.dtypes, strict=True)
-        return [stored.num_bytes // stored.dtype.itemsize * dtype.itemsize for stored, dtype in pairs]
+        pairs = zip(self.weights.stored, self.parameters, strict=True)
+        return [stored.num_bytes // stored.dtype.itemsize * parameter.dtype.itemsize for stored, parameter in pairs]
 
     def views(self, slot: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters' values in a slot."""
         views, start = [], 0
-        for stored, dtype, size in zip(self.weights.stored, self.dtypes, self._sizes, strict=True):
-            views.append(slot[start : start + size].view(dtype).view(stored.shape))
+        for stored, parameter, size in zip(self.weights.stored, self.parameters, self._sizes, strict=True):
+            views.append(slot[start : start + size].view(parameter.dtype).view(stored.shape))
             start += _rounded(size)
         return views
 

@@ -95,7 +95,7 @@ def streamed(num_units: int, reader: HandReader, **options) -> tuple[Model, Weig
     units = []
     for index, module in enumerate(model.units):
         weights = Weights.in_files(str(index), [StoredTensor(Path("x"), "w", 0, 2, torch.float16, (1,))])
-        units.append(StreamedUnit(module, (module.weight,), weights, (torch.float32,)))
+        units.append(StreamedUnit(module, (module.weight,), weights))
     return model, WeightStream(units, reader, PLAN, CPU, **options)
 
 
