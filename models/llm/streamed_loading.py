@@ -166,9 +166,7 @@ def place_weights(skeleton: Skeleton, config: TargetConfig, device: torch.device
     ]
     in_units = {id(parameter) for *_, contained in units for parameter in contained}
     ends = [parameter for parameter in parameters.values() if id(parameter) not in in_units]
-    planned = [
-        _planned(name, contained, sources, is_head=module is model.get_output_embeddings()) for name, module, contained in units
-    ]
+    planned = [_planned(contained, sources, is_head=module is model.get_output_embeddings()) for _, module, contained in units]
     # A window that holds a whole small unit is large enough; it may begin within a page.
     window_bytes = min(WINDOW_BYTES, PAGE * (2 + max(unit.stored_bytes for unit in planned) // PAGE))
     plan = plan_memory(
@@ -285,9 +283,8 @@ class _Loader:
         self.reader.load(Loading(weights, tensors)).future.result()
 
 
-def _planned(name: str, parameters: Sequence[nn.Parameter], sources: Mapping[int, StoredTensor], *, is_head: bool) -> Unit:
+def _planned(parameters: Sequence[nn.Parameter], sources: Mapping[int, StoredTensor], *, is_head: bool) -> Unit:
     return Unit(
-        name=name,
         stored_bytes=sum(sources[id(parameter)].num_bytes for parameter in parameters),
         computed_bytes=sum(parameter.nbytes for parameter in parameters),
         is_head=is_head,
