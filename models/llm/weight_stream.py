@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..decoding.protocols import Meanwhile
 from .memory_plan import NUM_SLOTS, MemoryPlan
-from .weight_reader import Loading, Weights
+from .weight_reader import Loading, WeightReader, Weights
 
 ALIGNMENT = 64
 """Parameters begin at multiples of this number of bytes in a slot, as torch allocates tensors: so
@@ -92,21 +92,6 @@ class StreamedUnit:
             parameter.data = value
 
 
-@runtime_checkable
-class Reader(Protocol):
-    """The background reader (`WeightReader`), and what tests put in its place."""
-
-    bytes_read: int
-    read_seconds: float
-
-    @property
-    def bytes_per_second(self) -> float: ...
-
-    def load(self, loading: Loading) -> Loading: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadTurn:
     """A unit that is being loaded, or that computes."""
@@ -130,7 +115,7 @@ class WeightStream:
     def __init__(
         self,
         units: Sequence[StreamedUnit],
-        reader: Reader,
+        reader: WeightReader,
         plan: MemoryPlan,
         device: torch.device,
         *,
