@@ -101,11 +101,12 @@ class Skeleton:
         return [(names[id(unit)], unit) for unit in units]
 
 
-def build_without_weights(config: TargetConfig, stored: Mapping[str, StoredTensor]) -> Skeleton:
+def build_without_weights(config: TargetConfig) -> Skeleton:
     """Build the model with a stand-in for each stored tensor.
 
-    Raises ValueError for stored weights that are quantised or incomplete.
+    Raises ValueError for stored weights that are quantised, incomplete, or can't be read in parts.
     """
+    stored = stored_weights(config)
     called, described = f"the target {config.name_or_path!r}", read_config(config)
     with loading_errors(called, config.name_or_path):
         skeleton = _build(config, described, stored)
