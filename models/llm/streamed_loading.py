@@ -78,10 +78,6 @@ class Skeleton:
         """Return the stored tensor of a buffer; None if the model computes it."""
         return self.by_storage.get(buffer.untyped_storage().data_ptr())
 
-    def in_files(self, sources: Iterable[StoredTensor]) -> list[StoredTensor]:
-        """Return these sources of parameters, and the stored tensors of all buffers."""
-        return [*sources, *filter(None, map(self.stored_buffer, self.model.buffers()))]
-
     def units(self) -> list[tuple[str, nn.Module]]:
         """Return the names and modules whose weights may come and go: layers, and an untied head.
 
@@ -181,11 +177,7 @@ def place_weights(skeleton: Skeleton, config: TargetConfig, device: torch.device
     )
     _warn_of_experts(model)
     # 2. Load what stays.
-    in_files = skeleton.in_files(sources.values())
-    reader = WeightReader(WeightFiles({source.path for source in in_files}), device, window_bytes)
-    require_same_headers(in_files)  # of the files that are open now
-    loader = _Loader(reader, sources, device, window_bytes)
-    loader.place_buffers(skeleton)
+    loader = _Loader.of(skeleton, sources, device, window_bytes)
     loader.place("embeddings and norms", ends)
     streamed: list[StreamedUnit] = []
     for (name, module, contained), unit in zip(units, plan.units, strict=True):
@@ -196,10 +188,10 @@ def place_weights(skeleton: Skeleton, config: TargetConfig, device: torch.device
             streamed.append(StreamedUnit(module, contained, weights))
     # 3. Start the stream. Reading its first units measures the rate.
     if not streamed:
-        reader.close()
+        loader.reader.close()
         logger.info("%s: %s", config.name_or_path, plan.describe())
         return None
-    stream = WeightStream(streamed, reader, plan, device)
+    stream = WeightStream(streamed, loader.reader, plan, device)
     stream.wait_until_ahead()
     logger.info("%s: %s", config.name_or_path, plan.describe(stream.bytes_per_second))
     return stream
@@ -217,15 +209,11 @@ def load_parts(skeleton: Skeleton, parts: Mapping[str, nn.Module], device: torch
     sources = {
         id(parameter): skeleton.source(name, parameter) for name, parameter in parameters.items() if id(parameter) in loaded
     }
-    in_files = skeleton.in_files(sources.values())
     # 2. Load it.
-    reader = WeightReader(WeightFiles({source.path for source in in_files}), device, WINDOW_BYTES)
-    require_same_headers(in_files)
-    loader = _Loader(reader, sources, device, WINDOW_BYTES)
-    loader.place_buffers(skeleton)
+    loader = _Loader.of(skeleton, sources, device, WINDOW_BYTES)
     for name, part in parts.items():
         loader.place(name, [*part.parameters()])
-    reader.close()
+    loader.reader.close()
     # 3. Free everything else.
     for parameter in parameters.values():
         if id(parameter) not in loaded:
@@ -251,6 +239,16 @@ class _Loader:
     """Stored tensors by the ids of their parameters."""
     device: torch.device
     window_bytes: int
+
+    @classmethod
+    def of(cls, skeleton: Skeleton, sources: Mapping[int, StoredTensor], device: torch.device, window_bytes: int) -> "_Loader":
+        """Open the files of these sources and of all stored buffers, and load the buffers."""
+        stored = [*sources.values(), *filter(None, map(skeleton.stored_buffer, skeleton.model.buffers()))]
+        reader = WeightReader(WeightFiles({tensor.path for tensor in stored}), device, window_bytes)
+        require_same_headers(stored)  # of the files that are open now
+        loader = cls(reader, sources, device, window_bytes)
+        loader.place_buffers(skeleton)
+        return loader
 
     def place(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
         """Load parameters in their types."""
