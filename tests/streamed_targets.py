@@ -15,7 +15,7 @@ from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 from outrider.models.llm.memory_plan import GIB, NUM_SLOTS
-from outrider.models.llm.streamed_loading import build_without_weights, stored_weights
+from outrider.models.llm.streamed_loading import build_without_weights
 from outrider.models.llm.weight_stream import WeightStream
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ def budget_bytes(config: TargetConfig, num_staying: int, *, head_streams: bool =
     The layers must be equally large.
     """
     # 1. Bytes in the files and in the type of the computation, by unit.
-    skeleton = build_without_weights(config, stored_weights(config))
+    skeleton = build_without_weights(config)
     model, units = skeleton.model, [module for _, module in skeleton.units()]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     layers = [module for module in units if head_streams or module is not model.get_output_embeddings()]

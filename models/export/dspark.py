@@ -180,7 +180,7 @@ def _problems(drafter: Block, target: HFTarget) -> list[str]:
     """List what makes a drafter unlike DSpark's."""
     config, layer = drafter.config, drafter.layers[0]
     problems = layer_problems(layer, engine="DSpark", allowed=frozenset(NORMS), kinds=("qwen3",))
-    problems += order_problems(drafter.feature_layers, "vLLM") + embedding_problems(target)
+    problems += order_problems(drafter.feature_layers) + embedding_problems(target)
     if config.correction != "markov":
         problems.append(f"its correction is {config.correction}, but DSpark's is markov (train with drafter.correction=markov)")
     if config.inject:

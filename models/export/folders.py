@@ -3,12 +3,9 @@
 They are read without running any code. Weights are read only if their names and shapes fit.
 """
 
-import json
-import logging
 import pickle
 import zipfile
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,6 @@ import torch
 
 from ...data.files import read_json
 from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, infinite_problems, raise_problems
-
-logger = logging.getLogger(__name__)
 
 INDEX_SUFFIX = ".index.json"
 NOTE_FILE = "outrider.json"
@@ -137,8 +132,3 @@ def _read_safetensors(path: Path, device: str) -> dict[str, torch.Tensor]:
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}); download or export it again") from error
     return {name: tensor.to(device) for name, tensor in tensors.items()}
-
-
-def to_json(value: Any) -> Any:
-    """Convert a value to what JSON would return: tuples become lists."""
-    return json.loads(json.dumps(value, default=partial(str)))

@@ -25,7 +25,7 @@ from ..drafters.registry import DRAFTERS, DrafterSpec, kind_of
 from ..drafters.saved.build import shapes_of
 from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, raise_problems, require_fitting_target, shape_problems
 from ..llm.hf_target import HFTarget
-from .folders import NOTE_FILE, Folder, open_folder
+from .folders import NOTE_FILE, WEIGHT_FILES, Folder, open_folder
 
 NOTE_VERSION = 1
 Tensors = dict[str, torch.Tensor]
@@ -99,7 +99,7 @@ class Format:
     """Function that describes how to read a folder; or that reads it, where a drafter is a part of a larger model."""
     is_of: Callable[[Folder], bool]
     """Function that detects folders of this format."""
-    weight_files: tuple[str, ...] = (WEIGHTS_FILE, "pytorch_model.bin")
+    weight_files: tuple[str, ...] = WEIGHT_FILES
     measured: frozenset[str] = frozenset()
     """Tensors of ours that the format doesn't support, and that only change defaults of
     drafting."""

@@ -70,10 +70,10 @@ def export_gguf(
 ) -> None:
     """Convert the drafter in `directory` to the file `output`, which is replaced at once if it exists.
 
-    `name` is the target's name, whose folder the converter reads: a folder, or a GGUF file. Raises
-    ValueError as `require_convertible` does, and with the converter's last lines if it fails.
+    `name` is the target's name, whose folder the converter reads: a folder, or a GGUF file. Check the
+    other arguments with `require_convertible` first. Raises ValueError with the converter's last lines
+    if it fails.
     """
-    require_convertible(directory, converter, output)
     if not (folder := Path(folder_of(name))).is_dir():
         raise ValueError(f"target.name_or_path is {name}, and the converter reads a folder; download it, and give its folder")
     with (

@@ -174,12 +174,12 @@ def layer_problems(layer: Any, *, engine: str, allowed: frozenset[str], kinds: t
     return problems
 
 
-def order_problems(feature_layers: Sequence[int], engine: str) -> list[str]:
-    """List the problem that `engine` reads the features of layers in ascending order only."""
+def order_problems(feature_layers: Sequence[int]) -> list[str]:
+    """List the problem that vLLM reads the features of layers in ascending order only."""
     if list(feature_layers) == sorted(feature_layers):
         return []
     remedy = f"train with drafter.feature_layers={sorted(feature_layers)}"
-    return [f"it reads the target's layers in the order {list(feature_layers)}, but {engine} in ascending order ({remedy})"]
+    return [f"it reads the target's layers in the order {list(feature_layers)}, but vLLM in ascending order ({remedy})"]
 
 
 def embedding_problems(target: HFTarget) -> list[str]:

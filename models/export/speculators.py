@@ -87,7 +87,7 @@ def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
             f"it reads {len(drafter.feature_layers)} of the target's layers, but vLLM always provides {NUM_FEATURES} (train "
             f"with {NUM_FEATURES} layers in drafter.feature_layers)"
         )
-    problems += order_problems(drafter.feature_layers, "vLLM") + embedding_problems(target)
+    problems += order_problems(drafter.feature_layers) + embedding_problems(target)
     raise_unsupported(problems, FORMAT.name)
     names = names_of("layers.0", drafter.config)
     tensors = {names[name]: tensor for name, tensor in drafter.state_dict().items() if name != "draft_tokens"}

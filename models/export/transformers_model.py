@@ -23,7 +23,7 @@ from ..llm.config import TargetConfig
 from ..llm.hf_target import HFTarget
 from ..llm.identity import tokenizer_digest
 from ..llm.loading import load_tokenizer
-from .folders import Folder, to_json
+from .folders import Folder
 from .formats import NOTE_FILE, FolderContents, Format, Reading, Tensors
 from .llama import SAME_NUMBER
 
@@ -36,7 +36,7 @@ def write(drafter: DraftModel, target: HFTarget) -> FolderContents:
 
     transformers drafts a chain, and draft trees are only a way of drafting here.
     """
-    config = {**to_json(architecture_in(drafter.model.config)), "architectures": [type(drafter.model).__name__]}
+    config = {**architecture_in(drafter.model.config), "architectures": [type(drafter.model).__name__]}
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in drafter.state_dict().items()}
     return FolderContents(config=config, tensors=tensors, write_more=partial(_write_more, drafter, target))
 
@@ -52,7 +52,7 @@ def _write_more(drafter: DraftModel, target: HFTarget, directory: Path) -> None:
         num_assistant_tokens_schedule="constant",
         assistant_confidence_threshold=0.0,
     )
-    write_json(directory / "generation_config.json", to_json(generation.to_diff_dict()))
+    write_json(directory / "generation_config.json", generation.to_diff_dict())
 
 
 def read(folder: Folder, target: HFTarget) -> Reading:

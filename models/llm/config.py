@@ -74,13 +74,12 @@ def describe(options: Mapping[str, Any] | None) -> str:
 
 
 def make_config(options: Mapping[str, Any]) -> Any:
-    """Build transformers' quantisation configuration from options.
+    """Build transformers' quantisation configuration from a target's options, whose method is known.
 
     Apart from `method`, the options are those of transformers. For torchao the options are a
     `type`, the name of a configuration class of `torchao.quantization`, and the options of that
     class. Raises ValueError for unknown options and missing packages.
     """
-    check_method(options)
     require_packages(options["method"])
     # Imports optional packages.
     from transformers import AwqConfig, BitsAndBytesConfig, GPTQConfig, TorchAoConfig

@@ -21,9 +21,9 @@ from .hf_target import HFTarget
 from .identity import WEIGHT_PATTERNS, config_digest, tokenizer_digest, weights_digest
 from .own_tokenizer import require_own_tokenizer
 from .pretrained import auto_class, load_pretrained, loading_errors, read_config
-from .stages.loading import Head, head_or_stage, skeleton_of, stage_ranges
+from .stages.loading import Head, head_or_stage, stage_ranges
 from .stages.staged_target import StagedTarget
-from .streamed_loading import build_without_weights, place_weights, stored_weights
+from .streamed_loading import build_without_weights, place_weights
 from .tensor_parallel import make_sharding, require_whole_ends
 from .weight_files import shards_without_index
 from .weight_stream import WeightStream
@@ -82,7 +82,7 @@ def require_divisible(config: TargetConfig, num_processes: int) -> None:
     config = with_folder(config)
     _load_tokenizer(config, needs_tokenizer=True)
     stage_ranges(config, num_processes)
-    skeleton_of(config)
+    build_without_weights(config)
 
 
 def _load_whole(config: TargetConfig, tokenizer: Any, device: torch.device, safetensors_only: bool) -> HFTarget:
@@ -238,8 +238,7 @@ def _build_empty(config: TargetConfig) -> PreTrainedModel:
 
 def _load_within_budget(config: TargetConfig, device: torch.device) -> tuple[PreTrainedModel, WeightStream | None]:
     """Load as much of the model as the memory budget allows, and start a stream of the rest."""
-    stored = stored_weights(config)
-    skeleton = build_without_weights(config, stored)
+    skeleton = build_without_weights(config)
     return skeleton.model, place_weights(skeleton, config, device)
 
 

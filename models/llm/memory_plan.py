@@ -34,7 +34,6 @@ class WeightPlace(StrEnum):
 class Unit:
     """Weights that are used together: those of a decoder layer, or of the head."""
 
-    name: str
     stored_bytes: int
     """Bytes in the files."""
     computed_bytes: int

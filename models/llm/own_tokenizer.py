@@ -30,20 +30,15 @@ class BoundedTokenizer(PreTrainedTokenizerBase):
         if rows and not isinstance(rows[0], Sequence):
             rows, text = [rows], [text]
         for index, row in enumerate(rows):
-            if max(row, default=0) >= self.model_vocab_size:
+            token, size = max(row, default=0), self.model_vocab_size
+            if token >= size:
                 shown = text if isinstance(text, str) else text[index]
-                raise ValueError(f"{described(max(row), self, self.model_vocab_size)}. It is in the text {shown!r:.200}")
+                raise ValueError(
+                    f"the token {self.convert_ids_to_tokens(token)!r} has the id {token}, and the model only has the {size} "
+                    f"ids below {size}: leave it out of texts and chat template, use the tokenizer of this model, or give the "
+                    f"model a trained row for it (resize_token_embeddings). It is in the text {shown!r:.200}"
+                )
         return encoded
-
-
-def described(token: int, tokenizer: Any, vocab_size: int) -> str:
-    """Describe a token that the model doesn't have, and what to do."""
-    name = "" if tokenizer is None else f" {tokenizer.convert_ids_to_tokens(token)!r}"
-    return (
-        f"the token{name} has the id {token}, and the model only has the {vocab_size} ids below {vocab_size}: leave it out of "
-        "texts and chat template, use the tokenizer of this model, or give the model a trained row for it "
-        "(resize_token_embeddings)"
-    )
 
 
 def require_own_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, vocab_size: int, stops: Sequence[int]) -> None:

@@ -78,10 +78,6 @@ class Skeleton:
         """Return the stored tensor of a buffer; None if the model computes it."""
         return self.by_storage.get(buffer.untyped_storage().data_ptr())
 
-    def in_files(self, sources: Iterable[StoredTensor]) -> list[StoredTensor]:
-        """Return these sources of parameters, and the stored tensors of all buffers."""
-        return [*sources, *filter(None, map(self.stored_buffer, self.model.buffers()))]
-
     def units(self) -> list[tuple[str, nn.Module]]:
         """Return the names and modules whose weights may come and go: layers, and an untied head.
 
@@ -101,11 +97,12 @@ class Skeleton:
         return [(names[id(unit)], unit) for unit in units]
 
 
-def build_without_weights(config: TargetConfig, stored: Mapping[str, StoredTensor]) -> Skeleton:
+def build_without_weights(config: TargetConfig) -> Skeleton:
     """Build the model with a stand-in for each stored tensor.
 
-    Raises ValueError for stored weights that are quantised or incomplete.
+    Raises ValueError for stored weights that are quantised, incomplete, or can't be read in parts.
     """
+    stored = stored_weights(config)
     called, described = f"the target {config.name_or_path!r}", read_config(config)
     with loading_errors(called, config.name_or_path):
         skeleton = _build(config, described, stored)
@@ -166,9 +163,7 @@ def place_weights(skeleton: Skeleton, config: TargetConfig, device: torch.device
     ]
     in_units = {id(parameter) for *_, contained in units for parameter in contained}
     ends = [parameter for parameter in parameters.values() if id(parameter) not in in_units]
-    planned = [
-        _planned(name, contained, sources, is_head=module is model.get_output_embeddings()) for name, module, contained in units
-    ]
+    planned = [_planned(contained, sources, is_head=module is model.get_output_embeddings()) for _, module, contained in units]
     # A window that holds a whole small unit is large enough; it may begin within a page.
     window_bytes = min(WINDOW_BYTES, PAGE * (2 + max(unit.stored_bytes for unit in planned) // PAGE))
     plan = plan_memory(
@@ -182,11 +177,7 @@ def place_weights(skeleton: Skeleton, config: TargetConfig, device: torch.device
     )
     _warn_of_experts(model)
     # 2. Load what stays.
-    in_files = skeleton.in_files(sources.values())
-    reader = WeightReader(WeightFiles({source.path for source in in_files}), device, window_bytes)
-    require_same_headers(in_files)  # of the files that are open now
-    loader = _Loader(reader, sources, device, window_bytes)
-    loader.place_buffers(skeleton)
+    loader = _Loader.of(skeleton, sources, device, window_bytes)
     loader.place("embeddings and norms", ends)
     streamed: list[StreamedUnit] = []
     for (name, module, contained), unit in zip(units, plan.units, strict=True):
@@ -194,13 +185,13 @@ def place_weights(skeleton: Skeleton, config: TargetConfig, device: torch.device
             loader.place(name, contained)
         else:
             weights = loader.weights(name, contained, is_kept=unit.place is WeightPlace.KEPT)
-            streamed.append(StreamedUnit(module, contained, weights, tuple(parameter.dtype for parameter in contained)))
+            streamed.append(StreamedUnit(module, contained, weights))
     # 3. Start the stream. Reading its first units measures the rate.
     if not streamed:
-        reader.close()
+        loader.reader.close()
         logger.info("%s: %s", config.name_or_path, plan.describe())
         return None
-    stream = WeightStream(streamed, reader, plan, device)
+    stream = WeightStream(streamed, loader.reader, plan, device)
     stream.wait_until_ahead()
     logger.info("%s: %s", config.name_or_path, plan.describe(stream.bytes_per_second))
     return stream
@@ -218,15 +209,11 @@ def load_parts(skeleton: Skeleton, parts: Mapping[str, nn.Module], device: torch
     sources = {
         id(parameter): skeleton.source(name, parameter) for name, parameter in parameters.items() if id(parameter) in loaded
     }
-    in_files = skeleton.in_files(sources.values())
     # 2. Load it.
-    reader = WeightReader(WeightFiles({source.path for source in in_files}), device, WINDOW_BYTES)
-    require_same_headers(in_files)
-    loader = _Loader(reader, sources, device, WINDOW_BYTES)
-    loader.place_buffers(skeleton)
+    loader = _Loader.of(skeleton, sources, device, WINDOW_BYTES)
     for name, part in parts.items():
         loader.place(name, [*part.parameters()])
-    reader.close()
+    loader.reader.close()
     # 3. Free everything else.
     for parameter in parameters.values():
         if id(parameter) not in loaded:
@@ -252,6 +239,16 @@ class _Loader:
     """Stored tensors by the ids of their parameters."""
     device: torch.device
     window_bytes: int
+
+    @classmethod
+    def of(cls, skeleton: Skeleton, sources: Mapping[int, StoredTensor], device: torch.device, window_bytes: int) -> "_Loader":
+        """Open the files of these sources and of all stored buffers, and load the buffers."""
+        stored = [*sources.values(), *filter(None, map(skeleton.stored_buffer, skeleton.model.buffers()))]
+        reader = WeightReader(WeightFiles({tensor.path for tensor in stored}), device, window_bytes)
+        require_same_headers(stored)  # of the files that are open now
+        loader = cls(reader, sources, device, window_bytes)
+        loader.place_buffers(skeleton)
+        return loader
 
     def place(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
         """Load parameters in their types."""
@@ -285,9 +282,8 @@ class _Loader:
         self.reader.load(Loading(weights, tensors)).future.result()
 
 
-def _planned(name: str, parameters: Sequence[nn.Parameter], sources: Mapping[int, StoredTensor], *, is_head: bool) -> Unit:
+def _planned(parameters: Sequence[nn.Parameter], sources: Mapping[int, StoredTensor], *, is_head: bool) -> Unit:
     return Unit(
-        name=name,
         stored_bytes=sum(sources[id(parameter)].num_bytes for parameter in parameters),
         computed_bytes=sum(parameter.nbytes for parameter in parameters),
         is_head=is_head,

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..decoding.protocols import Meanwhile
 from .memory_plan import NUM_SLOTS, MemoryPlan
-from .weight_reader import Loading, Weights
+from .weight_reader import Loading, WeightReader, Weights
 
 ALIGNMENT = 64
 """Parameters begin at multiples of this number of bytes in a slot, as torch allocates tensors: so
@@ -67,8 +67,6 @@ class StreamedUnit:
     parameters: tuple[nn.Parameter, ...]
     weights: Weights
     """Where the parameters' values are, in their order."""
-    dtypes: tuple[torch.dtype, ...]
-    """Types of the computation."""
 
     @property
     def num_bytes(self) -> int:
@@ -77,14 +75,14 @@ class StreamedUnit:
 
     @property
     def _sizes(self) -> list[int]:
-        pairs = zip(self.weights.stored, self.dtypes, strict=True)
-        return [stored.num_bytes // stored.dtype.itemsize * dtype.itemsize for stored, dtype in pairs]
+        pairs = zip(self.weights.stored, self.parameters, strict=True)
+        return [stored.num_bytes // stored.dtype.itemsize * parameter.dtype.itemsize for stored, parameter in pairs]
 
     def views(self, slot: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters' values in a slot."""
         views, start = [], 0
-        for stored, dtype, size in zip(self.weights.stored, self.dtypes, self._sizes, strict=True):
-            views.append(slot[start : start + size].view(dtype).view(stored.shape))
+        for stored, parameter, size in zip(self.weights.stored, self.parameters, self._sizes, strict=True):
+            views.append(slot[start : start + size].view(parameter.dtype).view(stored.shape))
             start += _rounded(size)
         return views
 
@@ -92,21 +90,6 @@ class StreamedUnit:
         """Let the parameters have these values, without a copy."""
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.data = value
-
-
-@runtime_checkable
-class Reader(Protocol):
-    """The background reader (`WeightReader`), and what tests put in its place."""
-
-    bytes_read: int
-    read_seconds: float
-
-    @property
-    def bytes_per_second(self) -> float: ...
-
-    def load(self, loading: Loading) -> Loading: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,7 +115,7 @@ class WeightStream:
     def __init__(
         self,
         units: Sequence[StreamedUnit],
-        reader: Reader,
+        reader: WeightReader,
         plan: MemoryPlan,
         device: torch.device,
         *,

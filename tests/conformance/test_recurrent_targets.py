@@ -25,7 +25,7 @@ from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 from outrider.models.llm.recurrent_states import Paths, find_mixers
 from outrider.models.llm.stages.slices import EndSlice
-from outrider.models.llm.streamed_loading import build_without_weights, stored_weights
+from outrider.models.llm.streamed_loading import build_without_weights
 from outrider.models.llm.tree_cache import TreeCache
 from outrider.train.batches import states_of_texts
 
@@ -224,7 +224,7 @@ def test_a_budget_changes_no_token(name, tmp_path, monkeypatch):
 def test_stages_are_refused(target, tmp_path):
     target.model.save_pretrained(tmp_path)
     config = TargetConfig(name_or_path=str(tmp_path))
-    skeleton = build_without_weights(config, stored_weights(config))
+    skeleton = build_without_weights(config)
     with pytest.raises(
         ValueError, match="recurrent layers, whose states can't hold several drafts at once; leave target.stage_l"
     ):

@@ -35,7 +35,7 @@ from ...machine import turn_off_cudnn_attention
 from ..config import TargetConfig
 from ..identity import WEIGHT_PATTERNS, config_digest, weights_digest
 from ..pretrained import read_config
-from ..streamed_loading import Skeleton, build_without_weights, stored_weights
+from ..streamed_loading import build_without_weights
 from .exchange import Exchange
 from .links import ProcessLink, StageLink, report_loss_on_sigterm
 from .messages import HEAD, StageLost
@@ -134,7 +134,7 @@ class Head:
         """
         # 1. Build the model without weights: models and files that can't be divided are errors.
         config = self._config
-        skeleton = skeleton_of(config)
+        skeleton = build_without_weights(config)
         # 2. Meet the stages.
         count = len(self._ranges)
         names = {number: f"stage {number} of {count} ({_layers(part)})" for number, part in enumerate(self._ranges, start=1)}
@@ -191,7 +191,7 @@ def serve_stage(config: TargetConfig, device: torch.device) -> NoReturn:
         own = exchange.connect(HEAD, "the head", address, port)
         problem, own_facts = "", dict[str, str]()
         try:
-            part, skeleton, own_facts = stage_ranges(config)[rank() - 1], skeleton_of(config), facts(config)
+            part, skeleton, own_facts = stage_ranges(config)[rank() - 1], build_without_weights(config), facts(config)
             problem = differences(own_facts, head_facts)
         except (ValueError, OSError) as error:
             problem = f"can't be one: {error}"
@@ -247,11 +247,6 @@ def differences(own: Mapping[str, str], head: Mapping[str, str]) -> str:
 def digest(config: TargetConfig) -> str:
     """Return the digest of the target's weights."""
     return weights_digest(config.name_or_path, getattr(read_config(config), "_commit_hash", None))
-
-
-def skeleton_of(config: TargetConfig) -> Skeleton:
-    """Build the model without weights. Raises ValueError if its files can't be read in parts."""
-    return build_without_weights(config, stored_weights(config))
 
 
 def _layers(part: range) -> str:

@@ -82,9 +82,6 @@ class Link(Protocol):
         A number may arrive at any time: before its run, while a stage computes it, or afterwards.
         """
 
-    def close(self) -> None:
-        """Stop all stages. Closing twice does nothing."""
-
 
 class StageLost(ValueError):  # noqa: N818 - the name says what has happened
     """A stage has ended or doesn't answer. The message names the stage, its layers and a remedy."""

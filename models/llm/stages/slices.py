@@ -83,7 +83,7 @@ class LayerSlice:
         self.model, self.layers = model, layers
         self._received: torch.Tensor | None = None
         self._result: torch.Tensor | None = None
-        self._is_cancelled: Callable[[], bool] = never
+        self._is_cancelled: Callable[[], bool] = lambda: False
 
     @classmethod
     def cut(cls, model: PreTrainedModel, layers: range) -> "LayerSlice":
@@ -205,11 +205,6 @@ class EndSlice:
     def _inject(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         assert self._received is not None
         return replaced(self._received, args, kwargs)
-
-
-def never() -> bool:
-    """Return False: a run that nothing cancels."""
-    return False
 
 
 def replaced(hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

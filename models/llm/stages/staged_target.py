@@ -158,10 +158,6 @@ class StagedTarget(HFTarget):
         if under_way := [number for number in numbers if number in self._under_way]:
             self.link.cancel(under_way)
 
-    def close(self) -> None:
-        """Stop the stages."""
-        self.link.close()
-
     # --- texts
 
     @torch.inference_mode()

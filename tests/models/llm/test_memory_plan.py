@@ -11,9 +11,9 @@ MIB = 2**20
 
 def plan(budget: int, *, stored: int = 10, computed: int = 10, head: int | None = None, **options: Any) -> MemoryPlan:
     """Plan eight layers of some MiB; embeddings take 5, keys and values 3, buffers 2."""
-    units = [Unit(name=f"layer {i}", stored_bytes=stored * MIB, computed_bytes=computed * MIB) for i in range(8)]
+    units = [Unit(stored_bytes=stored * MIB, computed_bytes=computed * MIB) for _ in range(8)]
     if head is not None:
-        units.append(Unit(name="head", stored_bytes=head * MIB, computed_bytes=head * MIB, is_head=True))
+        units.append(Unit(stored_bytes=head * MIB, computed_bytes=head * MIB, is_head=True))
     sizes = {"ends_bytes": 5 * MIB, "token_bytes": MIB, "budget_tokens": 3, "staging_bytes": 2 * MIB}
     return plan_memory(units, budget_bytes=budget * MIB, **sizes, **options)
 
@@ -93,7 +93,7 @@ def test_the_named_least_works_when_typed_in() -> None:
         with pytest.raises(ValueError, match="at least") as error:
             plan(1, computed=layer)
         least = float(str(error.value).split("at least ")[1].split(" GiB")[0])
-        units = [Unit(name=f"{i}", stored_bytes=10, computed_bytes=layer * MIB) for i in range(8)]
+        units = [Unit(stored_bytes=10, computed_bytes=layer * MIB) for _ in range(8)]
         plan_memory(
             units,
             budget_bytes=int(least * GIB),

@@ -16,7 +16,7 @@ from torch import nn
 from outrider.models.llm.hidden_states import DeepEnough
 from outrider.models.llm.memory_plan import MemoryPlan
 from outrider.models.llm.weight_files import StoredTensor
-from outrider.models.llm.weight_reader import Loading, Weights
+from outrider.models.llm.weight_reader import Loading, WeightReader, Weights
 from outrider.models.llm.weight_stream import StreamedUnit, StreamStats, WeightStream
 
 PLAN = MemoryPlan(units=(), budget_bytes=0, ends_bytes=0, cache_bytes=0, budget_tokens=9)
@@ -35,8 +35,8 @@ class Digit(nn.Module):
         return 10 * x + self.weight
 
 
-class HandReader:
-    """A reader that loads when a test says so; unless `by_hand`, when the pass waits."""
+class HandReader(WeightReader):
+    """A reader without threads and files: it loads when a test says so; unless `by_hand`, when the pass waits."""
 
     bytes_read, read_seconds, bytes_per_second = 0, 0.0, BYTES_PER_SECOND
 
@@ -95,7 +95,7 @@ def streamed(num_units: int, reader: HandReader, **options) -> tuple[Model, Weig
     units = []
     for index, module in enumerate(model.units):
         weights = Weights.in_files(str(index), [StoredTensor(Path("x"), "w", 0, 2, torch.float16, (1,))])
-        units.append(StreamedUnit(module, (module.weight,), weights, (torch.float32,)))
+        units.append(StreamedUnit(module, (module.weight,), weights))
     return model, WeightStream(units, reader, PLAN, CPU, **options)
 
 

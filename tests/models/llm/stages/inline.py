@@ -43,9 +43,6 @@ class InlineLink:
         for numbers_of_stage in self.cancelled:
             numbers_of_stage.update(numbers)
 
-    def close(self) -> None:
-        pass
-
     def advance(self, index: int) -> None:
         """Let a stage handle its oldest message."""
         work = self.inboxes[index].popleft()

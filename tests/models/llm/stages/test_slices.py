@@ -15,7 +15,7 @@ from outrider.models.llm.loading import load_target
 from outrider.models.llm.stages.slices import AbsentLayer, EndSlice, LayerSlice, require_sliceable
 from outrider.models.llm.stages.stage import Stage
 from outrider.models.llm.stages.staged_target import StagedTarget
-from outrider.models.llm.streamed_loading import build_without_weights, stored_weights
+from outrider.models.llm.streamed_loading import build_without_weights
 from outrider.models.llm.weight_reader import WeightFiles
 
 from ....tiny_models import save_tiny_target
@@ -39,12 +39,12 @@ def make_config(folder: Path) -> TargetConfig:
 
 def loaded_layers(folder: Path, layers: range) -> LayerSlice:
     config = make_config(folder)
-    return LayerSlice.load(build_without_weights(config, stored_weights(config)), layers, CPU)
+    return LayerSlice.load(build_without_weights(config), layers, CPU)
 
 
 def loaded_ends(folder: Path) -> EndSlice:
     config = make_config(folder)
-    return EndSlice.load(build_without_weights(config, stored_weights(config)), CPU)
+    return EndSlice.load(build_without_weights(config), CPU)
 
 
 def memory(model: torch.nn.Module) -> int:
