@@ -25,7 +25,7 @@ from ..models.drafters import build_drafter
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.saved.folder import WEIGHTS_FILE
 from ..models.llm.hf_target import HFTarget
-from ..models.machine import is_ours, is_out_of_memory
+from ..models.machine import is_for_users
 from ..train.batches import require_packing, target_reads, with_hidden_states
 from ..train.parallel import needs_whole_copy
 from ..train.setup import make_objective, validation_room
@@ -52,7 +52,7 @@ def works_together(target: HFTarget, kind: str | None = None) -> Iterator[None]:
     try:
         yield
     except RAW_ERRORS as error:
-        if is_out_of_memory(error) or (isinstance(error, ValueError) and is_ours(error)):
+        if is_for_users(error):
             raise
         model, text = type(target.model).__name__, " ".join(f"{type(error).__name__}: {error}".split())
         if kind is None:

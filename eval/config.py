@@ -66,7 +66,7 @@ def suite_of(text: str) -> SuiteConfig:
     """
     if not text.endswith(FILE_SUFFIXES):
         return SuiteConfig(name=text)
-    name = re.sub(r"(\.jsonl?|\.parquet)?(\.gz)?$", "", Path(text).name)
+    name = re.sub(r"(\.(json|jsonl|ndjson|parquet))?(\.gz)?$", "", Path(text).name)
     if name == "stdlib":
         raise ValueError(f"the suite {text!r} would be named stdlib, which is a suite without a file; rename the file")
     return SuiteConfig(name=name, path=text)

@@ -85,8 +85,12 @@ OUT_OF_MEMORY_TEXTS = (
 MAX_CHAINED_ERRORS = 16
 
 
-def is_ours(error: BaseException) -> bool:
-    """Return whether code of this package raised an error, and not a library that it called."""
+def is_for_users(error: BaseException) -> bool:
+    """Return whether an error tells a user enough: memory ran out, or this package, no library, raised a ValueError."""
+    if is_out_of_memory(error):
+        return True
+    if not isinstance(error, ValueError):
+        return False
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -32,7 +32,7 @@ from ...data.types import UNKNOWN
 from ...models.llm.hf_target import HFTarget
 from ...models.llm.hidden_states import without_head
 from ...models.llm.tree_attention import attention_kinds
-from ...models.machine import is_ours, is_out_of_memory
+from ...models.machine import is_for_users
 from .branch_attention import BYPASSED, REMEDY, BranchCache, branch_attention, require_plain_scores
 from .features import TextFeatures
 from .sampled_labels import SampledLabels
@@ -256,7 +256,7 @@ def require_branch_attention(target: HFTarget, num_tokens: int) -> None:
     try:
         _probe(target, max([PROBE_TOKENS, *(window + PROBE_TOKENS for window in windows)]))
     except (TypeError, AttributeError, LookupError, RuntimeError, ValueError) as error:
-        if is_out_of_memory(error) or (isinstance(error, ValueError) and is_ours(error)):
+        if is_for_users(error):
             raise
         name = type(target.model).__name__
         raise ValueError(f"{name} can't decode branches: its own code in transformers failed with them{REMEDY}") from error

@@ -3,7 +3,6 @@
 A method is a drafter in one setting, under the name that the tables show.
 """
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,8 +31,6 @@ from ..records.names import BASELINE, PIPELINED, PLAIN_DECODING, SHAPE_OPTIONS, 
 from ..records.run_files import Place
 from .plan import Method
 from .timing import Loop
-
-logger = logging.getLogger(__name__)
 
 Drafters = Sequence[Path | DrafterParts]
 """The drafters to evaluate; a path is the folder of a trained drafter."""

@@ -281,9 +281,9 @@ def _by_unit(records: Sequence[EvalRecord], others: Sequence[EvalRecord]) -> Flo
     keys, other_keys = ({(r.suite, r.prompt_id, r.turn, r.batch_size, r.unit) for r in side} for side in (records, others))
     if keys != other_keys or not keys:
         raise ValueError(f"{len(keys ^ other_keys)} generations were measured with only one of the two methods; finish the run")
-    sums: dict[str | int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    sums: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for record in batches(records):
-        sums[record.unit][0] += record.seconds
+        sums[record.batch_size, str(record.unit)][0] += record.seconds
     for record in records:
-        sums[record.unit][1] += len(record.token_ids)
-    return np.array([sums[unit] for unit in sorted(sums, key=str)])
+        sums[record.batch_size, str(record.unit)][1] += len(record.token_ids)
+    return np.array([sums[unit] for unit in sorted(sums)])

@@ -15,7 +15,7 @@ from ...data.manifest import TargetIdentity
 from ..decoding.protocols import Meanwhile
 from ..decoding.tree import DraftTree, accepted_path, chain_tree
 from ..decoding.types import AcceptedPath, Prompts, TargetOutput
-from ..machine import is_ours
+from ..machine import is_for_users
 from .cuda_graphs import GraphedFunction, Recorder, SharedBuffer
 from .frozen_model import FrozenModel
 from .linears import choose_linears, packed_where_faster, plain_linears
@@ -354,7 +354,7 @@ class HFTarget(FrozenModel):
             keep_path(cache, accepted_path(tree, [[0, 2], [1]]))
             second = self._read_eagerly(cache, text[[10, 11]], chain_tree(tree.tokens[:, :1]))
         except (TypeError, AttributeError, LookupError, RuntimeError, ValueError) as error:
-            if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, ValueError) and is_ours(error)):
+            if is_for_users(error):
                 raise
             raise ValueError(
                 f"{type(self.model).__name__} can't read draft trees: its own code in transformers failed with the mask, the "

@@ -53,11 +53,12 @@ def test_stages_and_the_loop_must_fit() -> None:
 
 
 def test_a_file_of_prompts_is_a_suite_that_is_named_after_it() -> None:
-    suites = EvalConfig(suites=["mt_bench", "a/mine.jsonl", "b.x.json.gz", SuiteConfig(name="gsm8k")]).suites  # type: ignore[list-item]
+    suites = EvalConfig(suites=["mt_bench", "a/mine.jsonl", "b.x.json.gz", "c/humans.ndjson", SuiteConfig(name="gsm8k")]).suites  # type: ignore[list-item]
     assert [(suite.name, suite.path) for suite in suites] == [
         ("mt_bench", None),
         ("mine", "a/mine.jsonl"),
         ("b.x", "b.x.json.gz"),
+        ("humans", "c/humans.ndjson"),
         ("gsm8k", None),
     ]
     with pytest.raises(ValueError, match=r"2 suites have the name 'mine' \(a/mine.jsonl, b/mine.jsonl\)"):

@@ -16,7 +16,7 @@ from outrider.models.llm.tree_cache import extent_step
 from outrider.models.machine import (
     MAX_CHAINED_ERRORS,
     find_out_of_memory,
-    is_ours,
+    is_for_users,
     is_out_of_memory,
     release_memory,
     synchronize,
@@ -138,11 +138,14 @@ def test_an_error_raised_from_none_is_not_out_of_memory() -> None:
     assert not is_out_of_memory(error)
 
 
-def test_an_error_belongs_to_the_code_that_raised_it() -> None:
+def test_errors_for_users_are_those_of_this_package_and_of_memory() -> None:
     with pytest.raises(ValueError) as ours:
         load_target(TargetConfig(name_or_path="nothing here"), torch.device("cpu"))
-    assert is_ours(ours.value)
+    assert is_for_users(ours.value)
     with pytest.raises(ValueError) as theirs:
         json.loads("{")
-    assert not is_ours(theirs.value)
-    assert not is_ours(ValueError("never raised"))
+    assert not is_for_users(theirs.value)
+    assert not is_for_users(ValueError("never raised"))
+    assert is_for_users(
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    )
