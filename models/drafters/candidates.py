@@ -10,20 +10,19 @@ from ...data.device import to_device
 from ..decoding.tree import DraftTree, lineages_of
 from ..decoding.types import NO_NODE
 
+Links = tuple[Sequence[int], Sequence[int]]
+"""Nodes of one row: their tokens, and the index of each node's parent, or NO_NODE for a child of the last committed token.
+
+A parent comes before its children; siblings are different tokens."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Nodes:
-    """Draft tokens of one row. A parent comes before its children; siblings are different tokens."""
+class Candidates:
+    """Candidates for the draft tree of one row, by one drafter: nodes, and how likely they are."""
 
     tokens: Sequence[int]
     parents: Sequence[int]
-    """Index of each node's parent, or NO_NODE for a child of the last committed token."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidates(Nodes):
-    """Candidates for the draft tree of one row, by one drafter: nodes, and how likely they are."""
-
+    """See `Links`."""
     scores: Sequence[float]
     """The drafter's estimate that a candidate is accepted if its parent is, between 0 and 1."""
     bins: Sequence[int]
@@ -35,7 +34,7 @@ NO_CANDIDATES = Candidates(tokens=(), parents=(), scores=(), bins=())
 
 
 def tree_of(
-    rows: Sequence[Nodes],
+    rows: Sequence[Links],
     device: torch.device,
     *,
     num_nodes: int | None = None,
@@ -48,9 +47,9 @@ def tree_of(
     are listed on the host and become one tensor: small operations on tensors would take longer than
     finding the nodes.
     """
-    num_nodes = max(len(row.tokens) for row in rows) if num_nodes is None else num_nodes
+    num_nodes = max(len(drafts) for drafts, _ in rows) if num_nodes is None else num_nodes
     # 1. The paths, and their depth.
-    paths = [lineages_of(row.parents) for row in rows]
+    paths = [lineages_of(above) for _, above in rows]
     depth = max(max(map(len, row), default=0) for row in paths)
     max_depth = depth if max_depth is None else max_depth
     assert depth <= max_depth, f"a path has {depth} nodes, and max_depth={max_depth}"
@@ -60,10 +59,10 @@ def tree_of(
     levels: list[int] = []
     lineages: list[int] = []
     none = [NO_NODE] * max_depth
-    for row, lines in zip(rows, paths, strict=True):
-        num_missing = num_nodes - len(row.tokens)
-        tokens += [*row.tokens, *[NO_NODE] * num_missing]
-        parents += [*row.parents, *[NO_NODE] * num_missing]
+    for (drafts, above), lines in zip(rows, paths, strict=True):
+        num_missing = num_nodes - len(drafts)
+        tokens += [*drafts, *[NO_NODE] * num_missing]
+        parents += [*above, *[NO_NODE] * num_missing]
         levels += [*map(len, lines), *[0] * num_missing]
         for line in lines:
             lineages += [*line, *none[len(line) :]]

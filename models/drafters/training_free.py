@@ -153,7 +153,8 @@ class TrainingFreeDrafter(Drafter[FreeState, FreeState], ABC):
         self, state: FreeState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[DraftTree, FreeState]:
         last_tokens = last_token.tolist() if state.last_tokens is None else state.last_tokens
-        return tree_of(self.candidates(state, last_tokens), last_token.device), FreeState(state.stores, last_tokens)
+        links = [(found.tokens, found.parents) for found in self.candidates(state, last_tokens)]
+        return tree_of(links, last_token.device), FreeState(state.stores, last_tokens)
 
     def advance(self, drafted: FreeState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> FreeState:
         assert drafted.last_tokens is not None, "propose has read the last tokens"

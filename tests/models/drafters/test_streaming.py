@@ -28,7 +28,7 @@ from outrider.models.decoding.speculation import ExpectedSpeculation
 from outrider.models.decoding.types import NO_NODE, Counts
 from outrider.models.decoding.window import DraftRun, PassAnswer
 from outrider.models.drafters import NullDrafter, build_drafter, growing_draft, make_training_free, parse_drafter
-from outrider.models.drafters.candidates import Candidates, Nodes, tree_of
+from outrider.models.drafters.candidates import Candidates, tree_of
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.options import DraftModelConfig
@@ -103,8 +103,8 @@ def stream(
             drafter.grow(state)
         tree = drafter.tree(state)
         yield Moment(text=[*text], state=state, tree=tree, num_accepted=num_accepted)
-        tokens, parents = tree.links(range(min(num_nodes, len(tree))))  # the likeliest come first
-        drafts = tree_of([Nodes(tokens=tokens, parents=parents)], target.device)
+        likeliest = range(min(num_nodes, len(tree)))  # they come first
+        drafts = tree_of([tree.links(likeliest)], target.device)
         output = target.verify(torch.tensor(text[-1:]), drafts)
         accepted = read_acceptance(drafts, output, GreedyAcceptance()(drafts, output), in_batch([0], [text]))
         (new,) = accepted.new_tokens
@@ -441,7 +441,7 @@ class LateTarget(AsyncTarget):
             self.window = [self.window[entry] for entry in run.keep.entries[run.keep.num_committed :]]
         self.window += run.tokens
         root, *tokens = self.window
-        tree = tree_of([Nodes(tokens=tokens, parents=run.parents)], self.target.device)
+        tree = tree_of([(tokens, run.parents)], self.target.device)
         output = self.target.read_tree(self.cache, torch.tensor([root]), tree, num_read=run.num_read)
         self.answers.append(PassAnswer(number=run.number, output=output))
         self.num_late += len(self.answers) > 1
