@@ -16,6 +16,7 @@ from ..decoding.types import AcceptedPath, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
 from .beams import SearchTree, pack_likeliest
 from .objective import Loss, Objective
+from .vocabulary import DraftVocabulary
 
 
 class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
@@ -107,6 +108,11 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
     def feature_layers(self) -> tuple[int, ...]:
         """Layers of the target whose inputs the drafter reads; batches then have `features`."""
         return ()
+
+    @property
+    def vocabulary(self) -> DraftVocabulary:
+        """The tokens that its outputs stand for: by default all of the target's."""
+        return DraftVocabulary(size=self.vocab_size)
 
     # --- training
 

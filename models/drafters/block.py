@@ -338,7 +338,7 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
         if isinstance(generator, RowSeeds) and generator.sampling is not None:
             # Limits hold for the corrected logits, which come later.
             generator = generator.shown(Sampling(temperature=generator.sampling.temperature))
-        logits = foreseen(self.head(hidden), range(hidden.shape[1]), generator, self.to_target_tokens)
+        logits = foreseen(self.head(hidden), range(hidden.shape[1]), generator, self.vocabulary.target_tokens)
         limits = {"width": self.config.width, "num_candidates": self.config.candidates}
         return lattice_search(self.correction, logits, last_token, self.vocabulary, scale=sharpness(generator), **limits)
 

@@ -32,7 +32,6 @@ from .cached_drafter import CachedDrafter, CachedText, read_prompts
 from .decoder_layer import make_rotary, rotary_options
 from .labels import Labels
 from .shared_options import TreeOptions
-from .vocabulary import DraftVocabulary
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of rotary embeddings."""
@@ -99,11 +98,6 @@ class FeatureDrafter(CachedDrafter):
     @abstractmethod
     def logits(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch draft_vocab"]:
         """Return the logits of the next token from the layer's outputs."""
-
-    @property
-    def vocabulary(self) -> DraftVocabulary:
-        """The tokens that the head's outputs stand for."""
-        return DraftVocabulary(size=self.vocab_size)
 
     def embed(self, tokens: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch hidden"]:
         """Return the target's embeddings in the drafter's dtype."""

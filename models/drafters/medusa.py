@@ -32,7 +32,6 @@ from .objective import HIT_RANKS, Loss, Objective
 from .options import MedusaConfig
 from .redrafter import ResidualBlock
 from .scoring import score
-from .vocabulary import DraftVocabulary
 
 RankPath = tuple[int, ...]
 """A node of the tree: the ranks of the tokens on its path. Rank 0 is a head's most probable
@@ -195,8 +194,7 @@ class Medusa(LastStateDrafter):
         labels = labels.first(num_heads)
         states = self.states(labels.at_positions(batch.hidden_states))
         heads = torch.arange(num_heads, device=states.device).expand(len(states), -1)
-        vocabulary = DraftVocabulary(size=self.vocab_size)
-        loss = score(self._logits_of, (states, heads), labels, batch, objective, vocabulary=vocabulary)
+        loss = score(self._logits_of, (states, heads), labels, batch, objective, vocabulary=self.vocabulary)
         return loss.decayed(objective)
 
 
