@@ -159,6 +159,15 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
         """Return this drafter as a source of growing trees (see `growing_draft`), or None if it can't be one."""
         return None
 
+    def hidden_states_of(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq hidden"]:
+        """Return the target's last hidden states. Raises ValueError if there are none."""
+        if source.hidden_states is None:
+            raise ValueError(
+                f"the drafter {type(self).__name__} reads the target's hidden states, and the batch has none; distil them or "
+                "recompute them"
+            )
+        return source.hidden_states
+
     @abstractmethod
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
         """Return the loss of one batch. Raises ValueError if the batch lacks required inputs."""

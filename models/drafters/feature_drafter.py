@@ -323,12 +323,7 @@ class StateDrafter(FeatureDrafter):
             target.require_plain_head()
 
     def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq hidden"]:
-        if source.hidden_states is None:
-            raise ValueError(
-                f"the drafter {type(self).__name__} reads the target's hidden states, and the batch has none; distil them or "
-                "recompute them"
-            )
-        return source.hidden_states
+        return self.hidden_states_of(source)
 
     def fuse(self, features: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch hidden"]:
         return features.to(next(self.parameters()).dtype)
