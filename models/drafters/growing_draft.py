@@ -21,12 +21,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..decoding.growing_tree import UNREAD, GrowingTree
 from ..decoding.sampling import Randomness, RowSeeds, foreseen
-from ..decoding.tree import DraftTree, chain_tree
+from ..decoding.tree import DraftTree, chain_tree, tree_of
 from ..decoding.types import MAX_UNREAD, NO_NODE, AcceptedPath, Counts, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.tree_cache import TreeCache
 from .beams import largest
-from .candidates import tree_of
 
 MAX_CHILDREN = 8
 """Most children of a node: the model's likeliest tokens."""

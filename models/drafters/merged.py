@@ -29,9 +29,8 @@ from ..decoding.costs import mean_sums, widths_up_to
 from ..decoding.pacing import Pacer
 from ..decoding.protocols import Drafter, Meanwhile
 from ..decoding.sampling import Randomness
-from ..decoding.tree import DraftTree
+from ..decoding.tree import DraftTree, tree_of
 from ..decoding.types import AcceptedPath, Prompts, TargetOutput
-from .candidates import tree_of
 from .growing_draft import LEAST_PROB
 from .merge_sources import MergedDraft, MergedState, MergeSources, Source
 from .merging import MergedRow

@@ -19,10 +19,10 @@ from jaxtyping import Int
 
 from ..decoding.protocols import Drafter
 from ..decoding.sampling import Randomness
-from ..decoding.tree import DraftTree
+from ..decoding.tree import DraftTree, tree_of
 from ..decoding.types import AcceptedPath, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
-from .candidates import Candidates, tree_of
+from .candidates import Candidates
 
 NOWHERE = -1
 TOKEN_BITS = 24

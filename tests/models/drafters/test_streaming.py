@@ -25,10 +25,11 @@ from outrider.models.decoding.pipelined import generate_pipelined
 from outrider.models.decoding.protocols import AsyncTarget
 from outrider.models.decoding.reading import in_batch, read_acceptance
 from outrider.models.decoding.speculation import ExpectedSpeculation
+from outrider.models.decoding.tree import tree_of
 from outrider.models.decoding.types import NO_NODE, Counts
 from outrider.models.decoding.window import DraftRun, PassAnswer
 from outrider.models.drafters import NullDrafter, build_drafter, growing_draft, make_training_free, parse_drafter
-from outrider.models.drafters.candidates import Candidates, tree_of
+from outrider.models.drafters.candidates import Candidates
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.options import DraftModelConfig
