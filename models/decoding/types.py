@@ -52,9 +52,6 @@ class Counts:
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(self.device + other.device, tuple(map(sum, zip(self.host, other.host, strict=True))))
 
-    def __neg__(self) -> "Counts":
-        return Counts(-self.device, tuple(-count for count in self.host))
-
     def select(self, rows: Sequence[int]) -> "Counts":
         """Return the numbers of these rows only."""
         return Counts(self.device[rows], tuple(self.host[row] for row in rows))

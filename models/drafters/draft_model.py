@@ -257,7 +257,7 @@ def search_tree(
 
 def _drop_last(cache: TreeCache, prompts: Prompts) -> None:
     """Drop the prompts' last tokens from a cache."""
-    cache.rewind(Counts.of([1] * len(prompts.lengths), prompts.input_ids.device))
+    cache.keep(None, Counts.of([-1] * len(prompts.lengths), prompts.input_ids.device))
 
 
 def _state_after(prompts: Prompts, cache: TreeCache) -> CachedText:

@@ -255,7 +255,8 @@ class TreeCache(Cache):
         Entries are committed in their order. Those listed behind them become the first entries
         after the longer text, in their order, until a pass overwrites them. So a later pass can
         read on behind them (its `offset` is their number). A row that commits fewer entries than
-        others lists arbitrary ones there. None lists the entries as they are, in the right columns.
+        others lists arbitrary ones there. None lists the entries as they are, in the right columns;
+        negative counts then take committed tokens back.
         """
         if self.recurrent is not None:
             self.recurrent.keep(entries, counts.host)
@@ -275,10 +276,6 @@ class TreeCache(Cache):
     def count(self, counts: Sequence[int]) -> None:
         """Do the host's part of `keep`: add `counts` to the rows' lengths."""
         self._host_lengths = tuple(length + count for length, count in zip(self._host_lengths, counts, strict=True))
-
-    def rewind(self, num_tokens: Counts) -> None:
-        """Remove the last `num_tokens` committed tokens of each row."""
-        self.keep(None, -num_tokens)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch.
