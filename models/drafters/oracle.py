@@ -10,7 +10,7 @@ from jaxtyping import Int
 from ..decoding.growing_tree import GrowingTree
 from ..decoding.protocols import Drafter, StreamingDrafter
 from ..decoding.sampling import Randomness
-from ..decoding.tree import DraftTree
+from ..decoding.tree import DraftTree, tree_of
 from ..decoding.types import NO_NODE, AcceptedPath, Prompts, TargetOutput
 
 
@@ -44,8 +44,7 @@ class OracleDrafter(Drafter[torch.Tensor, torch.Tensor]):
             # The wrong sibling comes first, so the nodes of the right path aren't adjacent in the
             # tree.
             tokens.append([token for answer in path for token in ((answer + 1) % self.vocab_size, answer)])
-        parents = torch.tensor([self.PARENTS] * len(tokens), device=state.device)
-        return DraftTree(tokens=torch.tensor(tokens, device=state.device), parents=parents, max_depth=self.DEPTH), state
+        return tree_of([(row, self.PARENTS) for row in tokens], state.device), state
 
     def advance(
         self, drafted: Int[torch.Tensor, "batch 2"], tree: DraftTree, accepted: AcceptedPath, output: TargetOutput
