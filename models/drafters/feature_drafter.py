@@ -111,7 +111,6 @@ class FeatureDrafter(CachedDrafter):
         positions: Int[torch.Tensor, "rows seq"],
         cache: Any,
         mask: Bool[torch.Tensor, "batch 1 seq key"] | None,
-        **options: Any,
     ) -> Float[torch.Tensor, "batch seq hidden"]:
         """Return the layer's outputs at these entries, and add their keys and values to the cache.
 
@@ -119,7 +118,7 @@ class FeatureDrafter(CachedDrafter):
         keys and values and returns `hidden`: branches read no more than that from their text.
         """
         inputs = self.token_inputs(self.embed(tokens))
-        return self._read(inputs, hidden, self._rotation(inputs, positions), positions, cache, mask, **options)
+        return self._read(inputs, hidden, self._rotation(inputs, positions), positions, cache, mask)
 
     def _rotation(self, like: torch.Tensor, positions: Int[torch.Tensor, "rows seq"]) -> Rotation:
         """Return the rotary embeddings of positions, in the type of `like`."""
