@@ -33,6 +33,7 @@ from outrider.models.llm.weight_reader import WeightFiles
 from outrider.train.config import TrainConfig
 from outrider.train.run import train
 
+from ..decoded import texts_of
 from ..streamed_targets import load_in_memory, load_streamed, stream_of
 from ..tiny_models import save_tiny_target
 from .test_architectures import CASES, make_model
@@ -163,15 +164,10 @@ def pair(tmp_path_factory) -> Callable[[str, str], Pair]:
 
 def answers(target: HFTarget, drafter: Any, prompts: Sequence[Sequence[int]], rule: str) -> tuple[list[list[int]], int]:
     """Return all rows' tokens, and how many draft tokens were accepted."""
-    tokens: list[list[int]] = [[] for _ in prompts]
-    num_accepted = 0
     texts = [torch.tensor(prompt) for prompt in prompts]
     seeds = RowSeeds([sum(prompt) for prompt in prompts])
-    for step in generate(target, drafter, RULES[rule], texts, max_new_tokens=NUM_NEW, generator=seeds):
-        for row, new in zip(step.rows, step.tokens, strict=True):
-            tokens[row] += new
-        num_accepted += sum(step.num_accepted)
-    return tokens, num_accepted
+    steps = list(generate(target, drafter, RULES[rule], texts, max_new_tokens=NUM_NEW, generator=seeds))
+    return texts_of(steps, len(prompts)), sum(sum(step.num_accepted) for step in steps)
 
 
 def require_equal_texts(pair: Pair, kind: str, *, is_narrow: bool) -> int:

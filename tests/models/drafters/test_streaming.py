@@ -39,6 +39,8 @@ from outrider.models.drafters.streaming_merge import LEAST_PROB, MAX_NODES, stre
 from outrider.models.drafters.suffix import Suffix, SuffixConfig
 from outrider.models.llm.hf_target import HFTarget
 
+from ...decoded import texts_of
+
 PROMPT = [1, 70, 71, 72, 2, 70, 71, 72, 5, 6, 70, 71]
 NUM_NEW = 40
 SMALL: dict[str, dict[str, Any]] = {
@@ -74,7 +76,7 @@ def build(kind: str, target: HFTarget, twin: HFTarget) -> Any:
 
 def plain_answer(target: HFTarget, num_new: int = NUM_NEW) -> list[int]:
     steps = generate(target, NullDrafter(), GreedyAcceptance(), [torch.tensor(PROMPT)], max_new_tokens=num_new)
-    return [token for step in steps for token in step.tokens[0]]
+    return texts_of(steps, 1)[0]
 
 
 @dataclass
@@ -474,7 +476,7 @@ def test_pipelined_tokens_are_those_of_plain_decoding(target, twin, kind, rule):
         plain = list(generate(target, NullDrafter(), RULES[rule], ids, max_new_tokens=num_new, **seeds))
         policy = ExpectedSpeculation(micro_batch=2, least_prob=0.0, clock=lambda: 0.0)
         steps = list(generate_pipelined(late, drafter, RULES[rule], ids, max_new_tokens=num_new, speculation=policy, **seeds))
-        assert [token for step in steps for token in step.tokens[0]] == [token for step in plain for token in step.tokens[0]]
+        assert texts_of(steps, 1) == texts_of(plain, 1)
     if kind not in UNTRAINED:  # those are unsure
         assert (late.num_late > 0) == (kind != "null"), "several runs were under way"
         assert (late.num_cancelled > 0) == (kind != "null")
@@ -491,7 +493,7 @@ def test_a_pipeline_foresees_the_draws(target, monkeypatch):
         policy = ExpectedSpeculation(micro_batch=2, least_prob=0.0, clock=lambda: 0.0)
         options: dict[str, Any] = {"max_new_tokens": 24, "speculation": policy, "generator": seeds}
         steps = list(generate_pipelined(late, streaming_drafter(draft_model(reader)), rule, ids, **options))
-        assert [token for step in steps for token in step.tokens[0]] == [token for step in plain for token in step.tokens[0]]
+        assert texts_of(steps, 1) == texts_of(plain, 1)
         cancelled.append(late.num_cancelled)
         monkeypatch.setattr(growing_draft, "foreseen", lambda logits, *_: logits)
     assert cancelled[0] < 0.5 * cancelled[1]
