@@ -28,7 +28,7 @@ from outrider.models.decoding.speculation import ExpectedSpeculation
 from outrider.models.decoding.tree import tree_of
 from outrider.models.decoding.types import NO_NODE, Counts
 from outrider.models.decoding.window import DraftRun, PassAnswer
-from outrider.models.drafters import NullDrafter, build_drafter, growing_draft, make_training_free, parse_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, growing_draft, load_drafter, parse_drafter
 from outrider.models.drafters.candidates import Candidates
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
@@ -67,7 +67,7 @@ def build(kind: str, target: HFTarget, twin: HFTarget) -> Any:
         sources = {name: build(name, target, twin) for name in MERGES[kind]}
         return MergedDrafter(sources, MergedConfig())
     if kind in TRAINING_FREE:
-        return make_training_free(kind, {}, target)
+        return load_drafter(kind, target)
     if kind == "draft_model":
         return draft_model(twin)
     torch.manual_seed(0)
@@ -284,7 +284,7 @@ def test_a_redrafter_searches_from_the_state_before_the_last_token(target, twin)
 
 def test_recycling_learns_the_logits_of_every_committed_entry(target, twin):
     """As it does step by step: the latest entry of a context has its successors."""
-    recycling = make_training_free("recycling", {}, target)
+    recycling = load_drafter("recycling", target)
     drafter = streaming_drafter(recycling)
     *_, last = stream(target, drafter)
     store = last.state.draft.state.sources[0].stores[0]
@@ -304,7 +304,7 @@ def test_recycling_learns_the_logits_of_every_committed_entry(target, twin):
 def test_candidates_below_a_path_are_those_of_the_text_with_the_path(target):
     """Only what the path itself repeats isn't found."""
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 1, 2]
-    for drafter in (make_training_free("prompt_lookup", {}, target), Suffix(SuffixConfig())):
+    for drafter in (load_drafter("prompt_lookup", target), Suffix(SuffixConfig())):
         store, longer = drafter.new_store(), drafter.new_store()
         store.add(text[:-1])
         longer.add([*text, 3, 4])
@@ -398,7 +398,7 @@ def test_drafters_that_read_inner_layers_are_refused(target, twin):
     drafter = build("eagle3", target, twin)
     with pytest.raises(ValueError, match="^Eagle3 reads what enters inner layers.*without feature layers.*step by step"):
         streaming_drafter(drafter)
-    merged = MergedDrafter({"eagle3": drafter, "suffix": make_training_free("suffix", {}, target)}, MergedConfig())
+    merged = MergedDrafter({"eagle3": drafter, "suffix": load_drafter("suffix", target)}, MergedConfig())
     with pytest.raises(ValueError, match="^eagle3 reads"):
         streaming_drafter(merged)
 
