@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch.nn.functional import pad
 
-from ...models.decoding.sampling import MIN_PRECISION, wind_clocks
+from ...models.decoding.sampling import MIN_PRECISION, RowSeeds
 from ...models.decoding.tree import accepted_path, empty_tree
 from ...models.decoding.types import Prompts
 from ...models.llm.hf_target import HFTarget
@@ -137,7 +137,10 @@ def _compare(
     for position, (logits, token) in enumerate(zip(stepwise, token_ids, strict=True)):
         scores = logits.cpu().double()  # float64 adds no rounding here
         if temperature > 0:
-            scores = scores / temperature - wind_clocks(torch.empty_like(logits), seed, position).cpu().double().log()
+            # The arg-max of probs / clocks, which was drawn, is that of logits / temperature - log(clocks).
+            here = torch.zeros(1, dtype=torch.long, device=logits.device)
+            clocks = RowSeeds([seed], [position]).clocks(logits[None], here, len(logits))[0, 0]
+            scores = scores / temperature - clocks.cpu().double().log()
         distance, own_noise = float(scores.max() - scores[token]), float(noises[position])
         explained &= distance <= 2 * own_noise
         if (share := distance / max(own_noise, TINY)) > largest:

@@ -121,9 +121,8 @@ def why(
     if FULL in found:
         return FULL
     wanted = torch.tensor([token], device=tree.tokens.device)
-    plain: list[Any] = [part.drafter if isinstance(part, GraphedDrafter) else part for part in parts]
-    vocabularies = [part.vocabulary for part in plain if hasattr(part, "vocabulary")]
-    is_inside = [bool(vocabulary.outputs(wanted)[1]) for vocabulary in vocabularies]
+    plain: list[TrainableDrafter] = [part.drafter if isinstance(part, GraphedDrafter) else part for part in parts]
+    is_inside = [bool(drafter.vocabulary.outputs(wanted)[1]) for drafter in plain]
     return OUTSIDE if is_inside and not any(is_inside) else MISSED
 
 

@@ -78,10 +78,11 @@ class TypicalAcceptance:
         probs = warp(output.logits, self.sampling)
         entropy = torch.special.entr(probs).sum(-1)  # [batch, entry]
         threshold = (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
-        walk = follow(tree, _at_children(tree, probs) > threshold.gather(1, tree.parents + 1))
+        path, num_accepted, entry = follow(tree, _at_children(tree, probs) > threshold.gather(1, tree.parents + 1))
         rows = torch.arange(len(probs), device=probs.device)
-        last = probs[rows, walk.entry][:, None]
-        return walk.accept(choose(last, walk.num_accepted[:, None], tree.max_depth, generator)[:, 0])
+        last = probs[rows, entry][:, None]
+        bonus_token = choose(last, num_accepted[:, None], tree.max_depth, generator)[:, 0]
+        return Acceptance(path=path, num_accepted=num_accepted, entry=entry, bonus_token=bonus_token)
 
 
 # --- the first half: each node alone
@@ -97,31 +98,19 @@ def _at_children(tree: DraftTree, probs: Float[torch.Tensor, "batch entry vocab"
 # --- the second half: the walk
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Walk:
-    """The deepest accepted path.
+def follow(
+    tree: DraftTree, accepted: Bool[torch.Tensor, "batch node"]
+) -> tuple[Int[torch.Tensor, "batch depth"], Int[torch.Tensor, " batch"], Int[torch.Tensor, " batch"]]:
+    """Walk down the accepted nodes. The deepest path wins; among equally deep ones, the first.
 
-    `entry` is the target's entry of the path's last token: 0 where no draft token was accepted.
+    Returns `path`, `num_accepted` and `entry` of an `Acceptance`.
     """
-
-    path: Int[torch.Tensor, "batch depth"]
-    num_accepted: Int[torch.Tensor, " batch"]
-    entry: Int[torch.Tensor, " batch"]
-
-    def accept(self, bonus_token: Int[torch.Tensor, " batch"], peaks: torch.Tensor | None = None) -> Acceptance:
-        return Acceptance(
-            path=self.path, num_accepted=self.num_accepted, entry=self.entry, bonus_token=bonus_token, peaks=peaks
-        )
-
-
-def follow(tree: DraftTree, accepted: Bool[torch.Tensor, "batch node"]) -> Walk:
-    """Walk down the accepted nodes. The deepest path wins; among equally deep ones, the first."""
     padded = pad(accepted, (1, 0), value=True)  # entry 0 stands for "no node"
     reached = padded.gather(1, (tree.lineage + 1).flatten(1)).view_as(tree.lineage).all(-1)
     reached_depth = tree.depths * reached
     # The extra column stands for "nothing accepted", so the empty tree is no special case.
     num_accepted, entry = pad(reached_depth, (1, 0)).max(1)
-    return Walk(path=_path_to(tree, entry, num_accepted), num_accepted=num_accepted, entry=entry)
+    return _path_to(tree, entry, num_accepted), num_accepted, entry
 
 
 def follow_choices(
@@ -135,8 +124,9 @@ def follow_choices(
     if tree.num_nodes == 0:  # plain decoding, which is the baseline, does nothing that it doesn't need
         nothing = tree.depths.sum(1)
         return Acceptance(path=tree.tokens, num_accepted=nothing, entry=nothing, bonus_token=choices[:, 0], peaks=peaks)
-    walk = follow(tree, tree.tokens == choices.gather(1, tree.parents + 1))
-    return walk.accept(choices.gather(1, walk.entry[:, None])[:, 0], peaks)
+    path, num_accepted, entry = follow(tree, tree.tokens == choices.gather(1, tree.parents + 1))
+    bonus_token = choices.gather(1, entry[:, None])[:, 0]
+    return Acceptance(path=path, num_accepted=num_accepted, entry=entry, bonus_token=bonus_token, peaks=peaks)
 
 
 def follow_draws(

@@ -7,7 +7,7 @@ to choose nodes on the host.
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Int
@@ -210,14 +210,14 @@ def stream_text(steps: Iterable[Step], streamer: BaseStreamer) -> list[int]:
     return answer
 
 
-class NullDrafter:
+class NullDrafter(Drafter[DraftTree, DraftTree]):
     """Proposes an empty tree, so each step emits the one token that the target chooses.
 
     Its state is this tree.
     """
 
-    max_nodes = 0
-    feature_layers = ()
+    max_nodes: ClassVar[int] = 0
+    feature_layers: ClassVar[tuple[int, ...]] = ()
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> DraftTree:
         return empty_tree(len(prompts.lengths), prompts.input_ids.device)
@@ -226,9 +226,6 @@ class NullDrafter:
         self, state: DraftTree, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[DraftTree, DraftTree]:
         return state, state
-
-    def meanwhile(self, drafted: DraftTree) -> None:
-        return None
 
     def advance(self, drafted: DraftTree, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> DraftTree:
         return drafted

@@ -27,9 +27,9 @@ from .reading import in_batch, read_acceptance
 from .sampling import Randomness, RowSeeds
 from .speculation import ExpectedSpeculation, Speculation
 from .stopping import Stopping
-from .tree import DraftTree, empty_tree
+from .tree import DraftTree, empty_tree, tree_of
 from .types import Prompts, Step, TargetOutput
-from .window import Known, Window
+from .window import Window
 
 VerifiedRun = tuple[int, DraftTree, TargetOutput]
 """The number of an answered run, its live part as a tree below the root, and that part's output."""
@@ -174,18 +174,8 @@ def take_answer(target: AsyncTarget, speculation: Speculation, window: Window) -
         speculation.add_answer(answer.number, 0)
         return None
     assert answer.output is not None, "a run with a live entry was cancelled"
-    return answer.number, *verified(known, answer.output)
-
-
-def verified(known: Known, output: TargetOutput) -> tuple[DraftTree, TargetOutput]:
-    """Return the live part of an answered run as a tree below the root, with its output."""
-    device = output.logits.device
-    tree = DraftTree(
-        tokens=torch.tensor([known.tokens], dtype=torch.long, device=device),
-        parents=torch.tensor([known.parents], dtype=torch.long, device=device),
-        max_depth=known.max_depth,
-    )
-    return tree, entries_of(output, known.rows)
+    tree = tree_of([(known.tokens, known.parents)], answer.output.logits.device)
+    return answer.number, tree, entries_of(answer.output, known.rows)
 
 
 def entries_of(output: TargetOutput, entries: Sequence[int]) -> TargetOutput:

@@ -193,16 +193,6 @@ class RowSeeds:
         return rows
 
 
-def wind_clocks(clocks: Float[torch.Tensor, " vocab"], seed: int, position: int) -> Float[torch.Tensor, " vocab"]:
-    """Set, in place, the clocks by which `RowSeeds.choose` picks token `position` of an answer.
-
-    The token is the arg-max of probs / clocks, which is that of logits / temperature - log(clocks).
-    So the logits show how narrow a choice was.
-    """
-    seeds, positions = RowSeeds([seed], [position]).rows(clocks.device)
-    return clocks.copy_(exponential(stream_keys(seeds, positions), len(clocks))[0])
-
-
 SHARPNESS = 0.75
 """How sure a drafter is of the token that its own probabilities and the clocks choose: the scale of its scores at
 temperature 1, measured with SmolLM2's ReDrafter by likelihood. It goes to 1 as the clocks matter less."""

@@ -1,5 +1,6 @@
 """The draft tree: the proposal of every drafter."""
 
+from array import array
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import InitVar, dataclass, field
@@ -7,7 +8,13 @@ from dataclasses import InitVar, dataclass, field
 import torch
 from jaxtyping import Int
 
+from ...data.device import to_device
 from .types import NO_NODE, AcceptedPath
+
+Links = tuple[Sequence[int], Sequence[int]]
+"""Nodes of one row: their tokens, and the index of each node's parent, or NO_NODE for a child of the last committed token.
+
+A parent comes before its children; siblings are different tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +121,57 @@ def lineages_of(parents: Sequence[int]) -> list[list[int]]:
     for node, parent in enumerate(parents):
         lines.append([node] if parent == NO_NODE else [node, *lines[parent]])
     return lines
+
+
+def tree_of(
+    rows: Sequence[Links],
+    device: torch.device,
+    *,
+    num_nodes: int | None = None,
+    max_depth: int | None = None,
+    origins: tuple[tuple[int, ...], ...] | None = None,
+) -> DraftTree:
+    """Return the tree of each row's nodes, padded to the fullest row.
+
+    A larger number of nodes, and a larger bound of the depth, may be given. All numbers of the tree
+    are listed on the host and become one tensor: small operations on tensors would take longer than
+    finding the nodes.
+    """
+    num_nodes = max(len(drafts) for drafts, _ in rows) if num_nodes is None else num_nodes
+    # 1. The paths, and their depth.
+    paths = [lineages_of(above) for _, above in rows]
+    depth = max(max(map(len, row), default=0) for row in paths)
+    max_depth = depth if max_depth is None else max_depth
+    assert depth <= max_depth, f"a path has {depth} nodes, and max_depth={max_depth}"
+    # 2. Tokens, parents, depths and lineages, with their padding.
+    tokens: list[int] = []
+    parents: list[int] = []
+    levels: list[int] = []
+    lineages: list[int] = []
+    none = [NO_NODE] * max_depth
+    for (drafts, above), lines in zip(rows, paths, strict=True):
+        num_missing = num_nodes - len(drafts)
+        tokens += [*drafts, *[NO_NODE] * num_missing]
+        parents += [*above, *[NO_NODE] * num_missing]
+        levels += [*map(len, lines), *[0] * num_missing]
+        for line in lines:
+            lineages += [*line, *none[len(line) :]]
+        lineages += none * num_missing
+    # 3. One tensor, one transfer.
+    values = array("q", tokens + parents + levels + lineages)
+    host = torch.frombuffer(values, dtype=torch.long) if values else torch.empty(0, dtype=torch.long)
+    tensor = to_device(host, device)
+    shape, strides, size = (len(rows), num_nodes), (num_nodes, 1), len(tokens)
+    return DraftTree(
+        tokens=tensor.as_strided(shape, strides),
+        parents=tensor.as_strided(shape, strides, size),
+        max_depth=max_depth,
+        origins=origins,
+        derived=(
+            tensor.as_strided((*shape, max_depth), (num_nodes * max_depth, max_depth, 1), 3 * size),
+            tensor.as_strided(shape, strides, 2 * size),
+        ),
+    )
 
 
 def accepted_path(tree: DraftTree, nodes: Sequence[Sequence[int]]) -> AcceptedPath:

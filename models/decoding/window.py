@@ -122,7 +122,6 @@ class Known(NamedTuple):
     """Tokens of the nodes, without the root."""
     parents: list[int]
     """Parent of each node, as a place among these nodes, or NO_NODE for the root."""
-    max_depth: int
 
 
 class Window:
@@ -223,8 +222,7 @@ class Window:
         rows = [row for row, node in enumerate(nodes) if node != DEAD]
         live = [nodes[row] for row in rows]
         assert live[0] == NO_NODE
-        tokens, parents = self.tree.links(live[1:])
-        return Known(rows, tokens, parents, max((self.tree.depths[node] for node in live[1:]), default=0))
+        return Known(rows, *self.tree.links(live[1:]))
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
         """Commit the accepted draft tokens and move the root to the bonus token after them.

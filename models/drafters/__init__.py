@@ -7,7 +7,6 @@ if TYPE_CHECKING:
     from ..decoding.loop import NullDrafter as NullDrafter
     from .registry import DRAFTERS as DRAFTERS
     from .registry import TRAINING_FREE as TRAINING_FREE
-    from .registry import make_training_free as make_training_free
     from .saved.build import build_drafter as build_drafter
     from .saved.build import parse_drafter as parse_drafter
     from .saved.loading import load_drafter as load_drafter
@@ -19,7 +18,6 @@ MODULES = {
     "TRAINING_FREE": ".registry",
     "build_drafter": ".saved.build",
     "load_drafter": ".saved.loading",
-    "make_training_free": ".registry",
     "parse_drafter": ".saved.build",
     "save_drafter": ".saved.loading",
 }

@@ -16,6 +16,7 @@ from ..decoding.types import AcceptedPath, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
 from .beams import SearchTree, pack_likeliest
 from .objective import Loss, Objective
+from .vocabulary import DraftVocabulary
 
 
 class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
@@ -108,6 +109,11 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
         """Layers of the target whose inputs the drafter reads; batches then have `features`."""
         return ()
 
+    @property
+    def vocabulary(self) -> DraftVocabulary:
+        """The tokens that its outputs stand for: by default all of the target's."""
+        return DraftVocabulary(size=self.vocab_size)
+
     # --- training
 
     @property
@@ -152,6 +158,15 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
     def growing(self) -> Any:
         """Return this drafter as a source of growing trees (see `growing_draft`), or None if it can't be one."""
         return None
+
+    def hidden_states_of(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq hidden"]:
+        """Return the target's last hidden states. Raises ValueError if there are none."""
+        if source.hidden_states is None:
+            raise ValueError(
+                f"the drafter {type(self).__name__} reads the target's hidden states, and the batch has none; distil them or "
+                "recompute them"
+            )
+        return source.hidden_states
 
     @abstractmethod
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:

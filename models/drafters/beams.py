@@ -14,17 +14,19 @@ from torch.nn.functional import pad
 from ..decoding.sampling import Randomness, foreseen
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE
+from .vocabulary import DraftVocabulary
 
 
 @runtime_checkable
 class RecurrentDrafter(Protocol):
     """A drafter as the beam search uses it; see `Redrafter`."""
 
+    @property
+    def vocabulary(self) -> DraftVocabulary: ...
     def embed(self, tokens: torch.Tensor) -> torch.Tensor: ...
     def first_state(self, embedding: torch.Tensor) -> torch.Tensor: ...
     def next_state(self, state: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor: ...
     def logits(self, hidden: torch.Tensor, state: torch.Tensor) -> torch.Tensor: ...
-    def to_target_tokens(self, outputs: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +86,9 @@ def beam_search(
     for depth in range(length):
         # 1. Rank the successors of all beams, and keep the best.
         logits = drafter.logits(hidden[:, depth, None].expand_as(state), state)  # [batch, beam, vocab]
-        logits = foreseen(logits, range(depth, depth + 1), generator, drafter.to_target_tokens)
+        logits = foreseen(logits, range(depth, depth + 1), generator, drafter.vocabulary.target_tokens)
         outputs, beam, scores = likeliest_successors(logits, scores, width, top_k)
-        token = drafter.to_target_tokens(outputs)
+        token = drafter.vocabulary.target_tokens(outputs)
         # 2. Record them as nodes, with back-pointers to their parents.
         levels.append((token, beam + first_node, scores))
         first_node += state.shape[1]

@@ -53,6 +53,7 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
     Config = BlockConfig
     DEPTH_OPTION = "depth"
     config: BlockConfig
+    layers: Any
 
     def __init__(self, config: BlockConfig, target: HFTarget) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
         # 1. The layers. Only a target whose layers can be copied has rotary embeddings for sure.
         self.layers = nn.ModuleList(make_layer(target, width, config.layer) for _ in range(config.num_layers))
         for index in range(config.num_layers):
-            self._layer(index).self_attn.layer_idx = index
+            self.layers[index].self_attn.layer_idx = index
         rotary: Any = None if config.layer else decoder_of(target.model).rotary_emb
         # References only: in a tuple, the target's parts are neither saved nor trained.
         self._target_parts = target.embed_tokens, rotary, target.head
@@ -75,7 +76,7 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
         self.own_rotary = None if config.layer is None else make_rotary(target, config.layer)
         self._rotary_options = rotary_options(self.own_rotary or rotary, target)
         self.fc = nn.Linear(len(self.feature_layers) * width, width, bias=False)
-        template = self._layer(0).input_layernorm
+        template = self.layers[0].input_layernorm
         self.hidden_norm, self.norm = copy.deepcopy(template), copy.deepcopy(template)
         if config.mask_token_id is None:
             self.slots = nn.Parameter(torch.zeros(self.num_slots, width))
@@ -146,7 +147,7 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
         """Add the keys and values of tokens to all layers' cache. Nothing else of a token is read."""
         rotations = self._rotations(context, positions)
         for index in range(self.config.num_layers):
-            self._layer(index).self_attn(
+            self.layers[index].self_attn(
                 context,
                 position_embeddings=rotations,
                 position_ids=positions,
@@ -188,7 +189,7 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
         cache_of: Callable[[int], Any],
         context: torch.Tensor | None,
     ) -> torch.Tensor:
-        layer, cache = self._layer(index), cache_of(index)
+        layer, cache = self.layers[index], cache_of(index)
         entries = layer.input_layernorm(hidden)
         if context is not None:
             entries = torch.cat([context, entries], dim=1)
@@ -210,9 +211,6 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
         """Return the output that serves each draft token: its slot's, or else the last slot's."""
         last = outputs[:, -1:].expand(-1, max(0, num_tokens - self.num_slots), -1)
         return torch.cat([outputs, last], dim=1)[:, :num_tokens]
-
-    def _layer(self, index: int) -> Any:
-        return self.layers[index]
 
     def _rotations(self, values: torch.Tensor, positions: Int[torch.Tensor, "rows seq"]) -> Any:
         rotary: Any = self.own_rotary or self._target_parts[1]
@@ -338,7 +336,7 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
         if isinstance(generator, RowSeeds) and generator.sampling is not None:
             # Limits hold for the corrected logits, which come later.
             generator = generator.shown(Sampling(temperature=generator.sampling.temperature))
-        logits = foreseen(self.head(hidden), range(hidden.shape[1]), generator, self.to_target_tokens)
+        logits = foreseen(self.head(hidden), range(hidden.shape[1]), generator, self.vocabulary.target_tokens)
         limits = {"width": self.config.width, "num_candidates": self.config.candidates}
         return lattice_search(self.correction, logits, last_token, self.vocabulary, scale=sharpness(generator), **limits)
 

@@ -42,7 +42,6 @@ from .small_models import (
     require_common_vocabulary,
     smaller_architecture,
 )
-from .vocabulary import DraftVocabulary
 
 
 class DraftModel(CachedDrafter):
@@ -205,8 +204,7 @@ class DraftModel(CachedDrafter):
         # 3. Score the branches' outputs.
         outputs = states[:, seq:].unflatten(1, (num_depths, num_branches)).transpose(1, 2)
         inputs = branches.collect(outputs)
-        vocabulary = DraftVocabulary(size=self.reader.vocab_size)
-        return score(self.reader.head, (inputs,), labels, batch, objective, vocabulary=vocabulary)
+        return score(self.reader.head, (inputs,), labels, batch, objective, vocabulary=self.vocabulary)
 
     def _masks(self, visible: torch.Tensor, positions: Int[torch.Tensor, "batch query"]) -> Any:
         """Return the additive mask of each kind of layer, as transformers' models take them.

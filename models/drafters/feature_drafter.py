@@ -32,7 +32,6 @@ from .cached_drafter import CachedDrafter, CachedText, read_prompts
 from .decoder_layer import make_rotary, rotary_options
 from .labels import Labels
 from .shared_options import TreeOptions
-from .vocabulary import DraftVocabulary
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of rotary embeddings."""
@@ -100,11 +99,6 @@ class FeatureDrafter(CachedDrafter):
     def logits(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch draft_vocab"]:
         """Return the logits of the next token from the layer's outputs."""
 
-    @property
-    def vocabulary(self) -> DraftVocabulary:
-        """The tokens that the head's outputs stand for."""
-        return DraftVocabulary(size=self.vocab_size)
-
     def embed(self, tokens: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch hidden"]:
         """Return the target's embeddings in the drafter's dtype."""
         embeddings: torch.Tensor = self._target_parts[0](tokens)
@@ -117,7 +111,6 @@ class FeatureDrafter(CachedDrafter):
         positions: Int[torch.Tensor, "rows seq"],
         cache: Any,
         mask: Bool[torch.Tensor, "batch 1 seq key"] | None,
-        **options: Any,
     ) -> Float[torch.Tensor, "batch seq hidden"]:
         """Return the layer's outputs at these entries, and add their keys and values to the cache.
 
@@ -125,7 +118,7 @@ class FeatureDrafter(CachedDrafter):
         keys and values and returns `hidden`: branches read no more than that from their text.
         """
         inputs = self.token_inputs(self.embed(tokens))
-        return self._read(inputs, hidden, self._rotation(inputs, positions), positions, cache, mask, **options)
+        return self._read(inputs, hidden, self._rotation(inputs, positions), positions, cache, mask)
 
     def _rotation(self, like: torch.Tensor, positions: Int[torch.Tensor, "rows seq"]) -> Rotation:
         """Return the rotary embeddings of positions, in the type of `like`."""
@@ -329,12 +322,7 @@ class StateDrafter(FeatureDrafter):
             target.require_plain_head()
 
     def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq hidden"]:
-        if source.hidden_states is None:
-            raise ValueError(
-                f"the drafter {type(self).__name__} reads the target's hidden states, and the batch has none; distil them or "
-                "recompute them"
-            )
-        return source.hidden_states
+        return self.hidden_states_of(source)
 
     def fuse(self, features: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch hidden"]:
         return features.to(next(self.parameters()).dtype)

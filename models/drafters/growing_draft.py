@@ -21,12 +21,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..decoding.growing_tree import UNREAD, GrowingTree
 from ..decoding.sampling import Randomness, RowSeeds, foreseen
-from ..decoding.tree import DraftTree, chain_tree
+from ..decoding.tree import DraftTree, chain_tree, tree_of
 from ..decoding.types import MAX_UNREAD, NO_NODE, AcceptedPath, Counts, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.tree_cache import TreeCache
 from .beams import largest
-from .candidates import Nodes, tree_of
 
 MAX_CHILDREN = 8
 """Most children of a node: the model's likeliest tokens."""
@@ -168,8 +167,7 @@ class GrowingModel:
             # A row that reads fewer nodes fills its entries up with node 0: no query sees a difference.
             row.order += [*nodes, *[0] * (width - len(nodes))]
         roots = torch.tensor([row.tokens[0] for row in state.rows], device=self.reader.device)
-        links = [row.tree.links(row.order) for row in state.rows]
-        tree = tree_of([Nodes(tokens=tokens, parents=parents) for tokens, parents in links], self.reader.device)
+        tree = tree_of([row.tree.links(row.order) for row in state.rows], self.reader.device)
         return self.reader.read_tree(state.cache, roots, tree, num_read=first).logits
 
 

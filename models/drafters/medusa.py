@@ -32,7 +32,6 @@ from .objective import HIT_RANKS, Loss, Objective
 from .options import MedusaConfig
 from .redrafter import ResidualBlock
 from .scoring import score
-from .vocabulary import DraftVocabulary
 
 RankPath = tuple[int, ...]
 """A node of the tree: the ranks of the tokens on its path. Rank 0 is a head's most probable
@@ -188,15 +187,12 @@ class Medusa(LastStateDrafter):
 
         `sums` are weighted by powers of LOSS_DECAY.
         """
-        if batch.hidden_states is None:
-            raise ValueError("Medusa reads the target's hidden states, and the batch has none; distil them or recompute them")
         labels, num_heads = Labels.of(batch), self.config.num_heads
         self.require_horizon(self.config, labels.tokens.shape[1] + 1)
         labels = labels.first(num_heads)
-        states = self.states(labels.at_positions(batch.hidden_states))
+        states = self.states(labels.at_positions(self.hidden_states_of(batch)))
         heads = torch.arange(num_heads, device=states.device).expand(len(states), -1)
-        vocabulary = DraftVocabulary(size=self.vocab_size)
-        loss = score(self._logits_of, (states, heads), labels, batch, objective, vocabulary=vocabulary)
+        loss = score(self._logits_of, (states, heads), labels, batch, objective, vocabulary=self.vocabulary)
         return loss.decayed(objective)
 
 

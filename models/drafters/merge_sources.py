@@ -28,7 +28,7 @@ from .calibration import BIN_BOUNDS, MAX_SOURCES, OutcomeCounts, start_of_text
 from .candidates import Candidates
 from .growing_draft import GrowingModel, GrowingRow, GrowingText
 from .merging import MAX_WALKS, MergedRow, MergeWalk, Proposals, follow, grow, odds_of_ring, rows_of_search
-from .training_free import TextState, TrainingFreeDrafter
+from .training_free import FreeState, TrainingFreeDrafter
 
 FOREIGN = -2
 """Parent of a node in a growing model's proposals, if it isn't the model's own candidate."""
@@ -72,7 +72,7 @@ class MergedDraft:
     last_token: Int[torch.Tensor, " batch"]
     last_tokens: Sequence[int]
     drafted: dict[int, Any] = field(default_factory=dict)
-    """What each source that was asked needs to advance, by its index."""
+    """What each trained source that was asked needs to advance, by its index."""
     proposals: list[list[Proposals]]
     """The candidates so far, by row."""
     generator: Randomness = None
@@ -155,7 +155,7 @@ class MergeSources:
         if index in draft.drafted or index in draft.grown:
             return draft.drafted.get(index, state)
         if isinstance(source, TrainingFreeDrafter):
-            return TextState(state, draft.last_tokens)
+            return FreeState(state.stores, draft.last_tokens)
         return source.skip(state, draft.last_token)
 
     def _output_for(self, index: int, output: TargetOutput) -> TargetOutput:
@@ -204,7 +204,6 @@ class MergeSources:
             search, draft.drafted[index] = source.search(state, draft.last_token, generator=draft.generator)
             candidates = rows_of_search(search, self.max_nodes)
         else:
-            draft.drafted[index] = TextState(state, draft.last_tokens)
             candidates = source.candidates(state, draft.last_tokens)
         for place, (row, found) in enumerate(zip(draft.proposals, candidates, strict=True)):
             if found.tokens:

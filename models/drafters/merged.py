@@ -29,9 +29,8 @@ from ..decoding.costs import mean_sums, widths_up_to
 from ..decoding.pacing import Pacer
 from ..decoding.protocols import Drafter, Meanwhile
 from ..decoding.sampling import Randomness
-from ..decoding.tree import DraftTree
+from ..decoding.tree import DraftTree, tree_of
 from ..decoding.types import AcceptedPath, Prompts, TargetOutput
-from .candidates import tree_of
 from .growing_draft import LEAST_PROB
 from .merge_sources import MergedDraft, MergedState, MergeSources, Source
 from .merging import MergedRow
@@ -292,10 +291,10 @@ class MergedDrafter(Drafter[MergedState, MergedProposal]):
     def _tree(self, rows: Sequence[MergedRow], num_nodes: int, device: torch.device) -> DraftTree:
         """Return the tree of the likeliest nodes of each row, with their sources."""
         origins = tuple(tuple(row.origins[:num_nodes]) for row in rows)
-        first = [row.first(num_nodes) for row in rows]
+        first = [(row.tokens[:num_nodes], row.parents[:num_nodes]) for row in rows]
         if not self.few_sizes:
             return tree_of(first, device, origins=origins)
-        size = self.tree_sizes[bisect_left(self.tree_sizes, max(len(row.tokens) for row in first))]
+        size = self.tree_sizes[bisect_left(self.tree_sizes, max(len(tokens) for tokens, _ in first))]
         depth = max((max(row.depths[:num_nodes], default=0) for row in rows), default=0)
         return tree_of(first, device, num_nodes=size, max_depth=-(-depth // DEPTH_STEP) * DEPTH_STEP, origins=origins)
 

@@ -25,7 +25,7 @@ from .calibration import (
     source_key,
     teach,
 )
-from .candidates import NO_CANDIDATES, Candidates, Nodes
+from .candidates import NO_CANDIDATES, Candidates
 
 DISSENT = 0.65
 """Share of the best single estimate that a token keeps if a source proposes only other tokens there.
@@ -112,10 +112,6 @@ class MergedRow:
                 return depth
             node = child
         return len(tokens)
-
-    def first(self, num_nodes: int) -> Nodes:
-        """Return the likeliest nodes."""
-        return Nodes(tokens=self.tokens[:num_nodes], parents=self.parents[:num_nodes])
 
 
 def grow(

@@ -2,18 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from jaxtyping import Int
 
 from ..decoding.growing_tree import GrowingTree
-from ..decoding.protocols import StreamingDrafter
+from ..decoding.protocols import Drafter, StreamingDrafter
 from ..decoding.sampling import Randomness
-from ..decoding.tree import DraftTree
+from ..decoding.tree import DraftTree, tree_of
 from ..decoding.types import NO_NODE, AcceptedPath, Prompts, TargetOutput
 
 
-class OracleDrafter:
+class OracleDrafter(Drafter[torch.Tensor, torch.Tensor]):
     """Drafter that proposes each row's known answer, mixed with wrong siblings.
 
     Row b's draft is right down to depth `right[b]`, and wrong below. The state holds the row's
@@ -23,8 +24,8 @@ class OracleDrafter:
 
     PARENTS = (-1, -1, 1, 1, 3, 3)
     DEPTH = 3
-    max_nodes = len(PARENTS)
-    feature_layers = ()
+    max_nodes: ClassVar[int] = len(PARENTS)
+    feature_layers: ClassVar[tuple[int, ...]] = ()
 
     def __init__(self, texts: Sequence[Sequence[int]], right: Sequence[int], vocab_size: int) -> None:
         self.texts, self.right, self.vocab_size = texts, right, vocab_size
@@ -43,11 +44,7 @@ class OracleDrafter:
             # The wrong sibling comes first, so the nodes of the right path aren't adjacent in the
             # tree.
             tokens.append([token for answer in path for token in ((answer + 1) % self.vocab_size, answer)])
-        parents = torch.tensor([self.PARENTS] * len(tokens), device=state.device)
-        return DraftTree(tokens=torch.tensor(tokens, device=state.device), parents=parents, max_depth=self.DEPTH), state
-
-    def meanwhile(self, drafted: Int[torch.Tensor, "batch 2"]) -> None:
-        return None
+        return tree_of([(row, self.PARENTS) for row in tokens], state.device), state
 
     def advance(
         self, drafted: Int[torch.Tensor, "batch 2"], tree: DraftTree, accepted: AcceptedPath, output: TargetOutput

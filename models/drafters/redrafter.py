@@ -169,16 +169,12 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
 
         Depth d reads the continuation's tokens 0..d and predicts token d + 1.
         """
-        if batch.hidden_states is None:
-            raise ValueError(
-                "ReDrafter reads the target's hidden states, and the batch has none; distil them or recompute them"
-            )
         labels = Labels.of(batch)
         embeddings = self.embed(labels.inputs)  # [position, depth, hidden]
         states = [self.first_state(embeddings[:, 0])]
         for depth in range(1, labels.tokens.shape[1]):
             states.append(self.next_state(states[-1], embeddings[:, depth]))
-        hidden = labels.at_positions(batch.hidden_states)[:, None].expand(-1, labels.tokens.shape[1], -1)
+        hidden = labels.at_positions(self.hidden_states_of(batch))[:, None].expand(-1, labels.tokens.shape[1], -1)
         inputs = hidden, torch.stack(states, dim=1)
         return score(self.logits, inputs, labels, batch, objective, vocabulary=self.vocabulary)
 

@@ -11,7 +11,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from ...data.fields import problems_of
-from ..llm.hf_target import HFTarget
 from .base import TrainableDrafter
 from .block import Block
 from .draft_model import DraftModel
@@ -45,18 +44,6 @@ TRAINING_FREE: dict[str, type[TrainingFreeDrafter]] = {
 def kind_of(drafter: TrainableDrafter) -> str:
     """Return the registry's name of a drafter."""
     return next(kind for kind, drafter_class in DRAFTERS.items() if type(drafter) is drafter_class)
-
-
-def make_training_free(name: str, options: Mapping[str, Any], target: HFTarget) -> TrainingFreeDrafter:
-    """Return a training-free drafter.
-
-    Raises ValueError for an unknown name, unknown options and wrong values, and for references that
-    can't be read.
-    """
-    if name not in TRAINING_FREE:
-        raise ValueError(f"{name!r} is no training-free drafter; there are: {', '.join(sorted(TRAINING_FREE))}")
-    drafter_class = TRAINING_FREE[name]
-    return drafter_class.for_target(checked_options(name, drafter_class.Config, options, section=name), target)
 
 
 def checked_options(kind: str, config_class: type[Any], options: Mapping[str, Any], *, section: str) -> Any:

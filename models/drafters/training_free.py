@@ -19,10 +19,10 @@ from jaxtyping import Int
 
 from ..decoding.protocols import Drafter
 from ..decoding.sampling import Randomness
-from ..decoding.tree import DraftTree
+from ..decoding.tree import DraftTree, tree_of
 from ..decoding.types import AcceptedPath, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
-from .candidates import Candidates, tree_of
+from .candidates import Candidates
 
 NOWHERE = -1
 TOKEN_BITS = 24
@@ -80,23 +80,16 @@ def continuation(text: Sequence[int], position: int, tokens: Sequence[int], leng
 
 
 class FreeState(NamedTuple):
-    """The texts of a batch."""
+    """The texts of a batch. A proposal passes it on with the last tokens, which its tree follows."""
 
     stores: tuple[Any, ...]
     """What the drafter keeps about each row's text without the last token. `advance` adds to it: a
     state is used once."""
-    last_tokens: tuple[int, ...] | None = None
+    last_tokens: Sequence[int] | None = None
     """The last tokens; None if the host hasn't read them yet."""
 
 
-class TextState(NamedTuple):
-    """What `advance` needs of a proposal: the state before, and the tokens that the tree follows."""
-
-    state: FreeState
-    last_tokens: Sequence[int]
-
-
-class TrainingFreeDrafter(Drafter[FreeState, TextState], ABC):
+class TrainingFreeDrafter(Drafter[FreeState, FreeState], ABC):
     """Base class of drafters that need no training.
 
     The state has a store for each row, on the host. A tree is a function of the text (and of the
@@ -158,18 +151,20 @@ class TrainingFreeDrafter(Drafter[FreeState, TextState], ABC):
 
     def propose(
         self, state: FreeState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
-    ) -> tuple[DraftTree, TextState]:
+    ) -> tuple[DraftTree, FreeState]:
         last_tokens = last_token.tolist() if state.last_tokens is None else state.last_tokens
-        return tree_of(self.candidates(state, last_tokens), last_token.device), TextState(state, last_tokens)
+        links = [(found.tokens, found.parents) for found in self.candidates(state, last_tokens)]
+        return tree_of(links, last_token.device), FreeState(state.stores, last_tokens)
 
-    def advance(self, drafted: TextState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> FreeState:
+    def advance(self, drafted: FreeState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> FreeState:
+        assert drafted.last_tokens is not None, "propose has read the last tokens"
         entries = self.entries(drafted.last_tokens, tree, accepted, output)
         before = None
-        for store, entry in zip(drafted.state.stores, entries, strict=True):
+        for store, entry in zip(drafted.stores, entries, strict=True):
             if store is not before:  # copies of a row, which fill a batch up, share its store
                 store.add(entry)
             before = store
-        return FreeState(drafted.state.stores, accepted.next_tokens)
+        return FreeState(drafted.stores, accepted.next_tokens)
 
     def select(self, state: FreeState, rows: Sequence[int]) -> FreeState:
         last_tokens = state.last_tokens

@@ -80,10 +80,6 @@ class ReducedVocabulary(nn.Module):
         """The tokens that the head's outputs stand for."""
         return DraftVocabulary(size=self.vocab_size, tokens=self._buffers.get("draft_tokens"))
 
-    def to_target_tokens(self, outputs: Int[torch.Tensor, "*batch"]) -> Int[torch.Tensor, "*batch"]:
-        """Return the target's token ids of the head's outputs."""
-        return self.vocabulary.target_tokens(outputs)
-
     @property
     def wants_token_counts(self) -> bool:
         """Whether there is a reduced vocabulary whose tokens aren't chosen yet."""

@@ -135,7 +135,7 @@ def accepted_at(drafter: TrainableDrafter, target: HFTarget, batch: DrafterBatch
     tree, _ = drafter.propose(state, chosen[:, 0])
     labels = torch.nn.functional.pad(labels, (0, 1), value=UNKNOWN)  # the last is for deeper nodes
     label = labels.gather(1, (tree.depths - 1).clamp(min=0, max=labels.shape[1] - 1))
-    accepted = follow(tree, (tree.tokens == label) & (label != UNKNOWN)).num_accepted
+    _, accepted, _ = follow(tree, (tree.tokens == label) & (label != UNKNOWN))
     return dict(zip(positions.tolist(), accepted.tolist(), strict=True))
 
 

@@ -79,7 +79,7 @@ def chained_logits(drafter: Any, features: torch.Tensor, tokens: torch.Tensor) -
     logits, token = [], anchor
     for slot in hidden.unbind(1):
         logits.append(drafter.logits(slot, drafter.correction.state(token)))
-        token = drafter.to_target_tokens(logits[-1].argmax(-1))
+        token = drafter.vocabulary.target_tokens(logits[-1].argmax(-1))
     return logits
 
 

@@ -14,6 +14,8 @@ from outrider.models.decoding import GreedyAcceptance, RowSeeds, generate
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.pretrained import auto_class
 
+from ..decoded import texts_of
+
 VOCAB = 100
 PROMPTS = [list(range(3, 12)), [50, 51, 52, 53, 54, 55, 56], [97, 3, 14, 15, 92, 65, 35, 89, 79, 32, 38]]
 NUMBERS: dict[str, Any] = {
@@ -252,11 +254,6 @@ def decode(
     target: HFTarget, drafter: Any, prompts: list[list[int]], num_new: int, rule: Any = None, seeds: Any = None
 ) -> tuple[list[list[int]], int]:
     """Return the answers, and the number of accepted draft tokens."""
-    answers: list[list[int]] = [[] for _ in prompts]
-    num_accepted = 0
     inputs, generator = [torch.tensor(prompt) for prompt in prompts], None if seeds is None else RowSeeds(seeds)
-    for step in generate(target, drafter, rule or GreedyAcceptance(), inputs, max_new_tokens=num_new, generator=generator):
-        num_accepted += sum(step.num_accepted)
-        for row, tokens in zip(step.rows, step.tokens, strict=True):
-            answers[row] += tokens
-    return answers, num_accepted
+    steps = list(generate(target, drafter, rule or GreedyAcceptance(), inputs, max_new_tokens=num_new, generator=generator))
+    return texts_of(steps, len(prompts)), sum(sum(step.num_accepted) for step in steps)

@@ -14,6 +14,7 @@ from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.llm.hf_target import HFTarget
 from outrider.train.batches import states_of_texts
 
+from ..decoded import texts_of
 from ..tiny_models import IDENTITY
 
 VOCAB = 100
@@ -134,14 +135,10 @@ def test_batches_of_trees_give_the_tokens_of_full_forwards(case, attention, tiny
     adapter = adapt(model, tiny_tokenizer)
     prompts = [torch.tensor(prompt) for prompt in PROMPTS]
     for drafter in (NullDrafter(), OracleDrafter(expected, [0, 1, 0], VOCAB), OracleDrafter(expected, [2, 3, 2], VOCAB)):
-        actual: list[list[int]] = [[], [], []]
-        num_accepted = 0
-        for step in generate(adapter, drafter, GreedyAcceptance(), prompts, max_new_tokens=NUM_NEW):
-            num_accepted += sum(step.num_accepted)
-            for row, tokens in zip(step.rows, step.tokens, strict=True):
-                actual[row] += tokens
-        assert actual == expected
-        assert (num_accepted > 0) == isinstance(drafter, OracleDrafter), "the oracle's drafts weren't the model's tokens"
+        steps = list(generate(adapter, drafter, GreedyAcceptance(), prompts, max_new_tokens=NUM_NEW))
+        assert texts_of(steps, len(prompts)) == expected
+        has_accepted = any(any(step.num_accepted) for step in steps)
+        assert has_accepted == isinstance(drafter, OracleDrafter), "the oracle's drafts weren't the model's tokens"
 
 
 @pytest.mark.parametrize(("case", "attention"), EVERY_CASE)
@@ -228,10 +225,7 @@ def test_no_tree_reads_past_the_end_of_learned_positions(case, tiny_tokenizer):
     answers = {}
     for drafter in (NullDrafter(), None):
         drafter = drafter or OracleDrafter(answers[NullDrafter], [3, 2], VOCAB)
-        actual: list[list[int]] = [[], []]
-        for step in generate(adapter, drafter, GreedyAcceptance(), prompts, max_new_tokens=40):
-            for row, tokens in zip(step.rows, step.tokens, strict=True):
-                actual[row] += tokens
-        answers[type(drafter)] = actual
+        steps = generate(adapter, drafter, GreedyAcceptance(), prompts, max_new_tokens=40)
+        answers[type(drafter)] = texts_of(steps, len(prompts))
     assert [len(tokens) for tokens in answers[NullDrafter]] == [8, 10], "the window is full"
     assert answers[OracleDrafter] == answers[NullDrafter]

@@ -26,7 +26,6 @@ from outrider.models.drafters import (
     NullDrafter,
     build_drafter,
     load_drafter,
-    make_training_free,
     parse_drafter,
     save_drafter,
 )
@@ -243,7 +242,7 @@ def drafter(name, train, target) -> Any:
         parts = "+".join([str(train(kind).folder), *added])
         options = {part: FREE[part] for part in added}
         return load_drafter(parts, target, pace=MERGED[name], tree_nodes=12, **options)
-    return make_training_free(name, FREE[name], target) if name in FREE else train(name).load(target)
+    return load_drafter(name, target, **FREE[name]) if name in FREE else train(name).load(target)
 
 
 @pytest.fixture(params=[pytest.param("fresh", marks=pytest.mark.slow), "ready"])

@@ -348,10 +348,10 @@ ACCEPTANCE_MUTANTS = {
         "choices.gather(1, (tree.parents + 2).clamp(max=choices.shape[1] - 1))",
     ),
     "bonus of the entry before": (
-        "choices.gather(1, walk.entry[:, None])",
-        "choices.gather(1, (walk.entry[:, None] - 1).clamp(min=0))",
+        "choices.gather(1, entry[:, None])",
+        "choices.gather(1, (entry[:, None] - 1).clamp(min=0))",
     ),
-    "walk ends a node early": ("return Walk(path=", "num_accepted = (num_accepted - 1).clamp(min=0)\n    return Walk(path="),
+    "walk ends a node early": ("return _path_to(", "num_accepted = (num_accepted - 1).clamp(min=0)\n    return _path_to("),
     "children of refused nodes": (
         "reached = padded.gather(1, (tree.lineage + 1).flatten(1)).view_as(tree.lineage).all(-1)",
         "reached = accepted",
@@ -373,9 +373,9 @@ GREEDY_MUTANTS = {
     ),
 }
 TYPICAL_MUTANTS = {
-    "bonus after the root": ("probs[rows, walk.entry][:, None]", "probs[rows, 0][:, None]"),
-    "bonus not warped": ("probs[rows, walk.entry][:, None]", "output.logits.softmax(-1)[rows, walk.entry][:, None]"),
-    "bonus by arg-max": ("choose(last, walk.num_accepted[:, None], tree.max_depth, generator)[:, 0]", "last[:, 0].argmax(-1)"),
+    "bonus after the root": ("probs[rows, entry][:, None]", "probs[rows, 0][:, None]"),
+    "bonus not warped": ("probs[rows, entry][:, None]", "output.logits.softmax(-1)[rows, entry][:, None]"),
+    "bonus by arg-max": ("choose(last, num_accepted[:, None], tree.max_depth, generator)[:, 0]", "last[:, 0].argmax(-1)"),
     "threshold of the root": ("threshold.gather(1, tree.parents + 1)", "threshold[:, :1]"),
 }
 WARP_MUTANTS = {

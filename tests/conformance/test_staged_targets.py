@@ -14,7 +14,7 @@ from outrider.eval.measure.audit import audit
 from outrider.models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling, chain_tree, generate
 from outrider.models.decoding.tree import DraftTree, accepted_path
 from outrider.models.drafters import DRAFTERS as DRAFTER_KINDS
-from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, make_training_free, parse_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
@@ -80,7 +80,7 @@ def make_drafter(kind: str, whole: HFTarget) -> Any:
     if kind == "plain":
         return NullDrafter()
     if kind in FREE:
-        return make_training_free(kind, FREE[kind], whole)
+        return load_drafter(kind, whole, **FREE[kind])
     if kind in MERGES:
         return load_drafter(MERGES[kind], whole, pace=kind, tree_nodes=12)
     # Layers of the target can't be copied where it is in stages.

@@ -26,13 +26,14 @@ from outrider.eval.certify import certificate, samples
 from outrider.eval.measure.plan import Method
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.drafters import DRAFTERS as DRAFTER_KINDS
-from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, make_training_free, parse_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.memory_plan import WeightPlace
 from outrider.models.llm.weight_reader import WeightFiles
 from outrider.train.config import TrainConfig
 from outrider.train.run import train
 
+from ..decoded import texts_of
 from ..streamed_targets import load_in_memory, load_streamed, stream_of
 from ..tiny_models import save_tiny_target
 from .test_architectures import CASES, make_model
@@ -118,7 +119,7 @@ class Pair:
         if kind == "plain":
             return NullDrafter()
         if kind in FREE:
-            return make_training_free(kind, FREE[kind], target)
+            return load_drafter(kind, target, **FREE[kind])
         if kind in MERGES:
             return load_drafter(MERGES[kind], target, pace=kind, tree_nodes=12)
         if kind in ITSELF:
@@ -163,15 +164,10 @@ def pair(tmp_path_factory) -> Callable[[str, str], Pair]:
 
 def answers(target: HFTarget, drafter: Any, prompts: Sequence[Sequence[int]], rule: str) -> tuple[list[list[int]], int]:
     """Return all rows' tokens, and how many draft tokens were accepted."""
-    tokens: list[list[int]] = [[] for _ in prompts]
-    num_accepted = 0
     texts = [torch.tensor(prompt) for prompt in prompts]
     seeds = RowSeeds([sum(prompt) for prompt in prompts])
-    for step in generate(target, drafter, RULES[rule], texts, max_new_tokens=NUM_NEW, generator=seeds):
-        for row, new in zip(step.rows, step.tokens, strict=True):
-            tokens[row] += new
-        num_accepted += sum(step.num_accepted)
-    return tokens, num_accepted
+    steps = list(generate(target, drafter, RULES[rule], texts, max_new_tokens=NUM_NEW, generator=seeds))
+    return texts_of(steps, len(prompts)), sum(sum(step.num_accepted) for step in steps)
 
 
 def require_equal_texts(pair: Pair, kind: str, *, is_narrow: bool) -> int:
@@ -359,9 +355,7 @@ def test_a_streamed_target_is_certified(both, tmp_path, monkeypatch):
     _, streamed = both
     monkeypatch.setattr(samples, "NUM_SAMPLED_PROMPTS", 1)
     prompts = tuple(Prompt(id=str(i), category="", turns=(f"abc {i}",)) for i in range(2))
-    methods = [
-        Method(name="recycling", label="recycling", drafter=make_training_free("recycling", FREE["recycling"], streamed))
-    ]
+    methods = [Method(name="recycling", label="recycling", drafter=load_drafter("recycling", streamed, **FREE["recycling"]))]
     suites = [PromptSet(name="two", revision="", prompts=prompts)]
     checks = certificate.decoding_checks(streamed, methods, streamed.tokenizer, suites, max_new_tokens=8)
     lines = certificate.run_checks(checks, tmp_path / "unfinished", {})

@@ -10,7 +10,7 @@ import torch
 from outrider.models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling, chain_tree, generate
 from outrider.models.decoding.sampling import exponential, stream_keys, uniform
 from outrider.models.decoding.types import Counts
-from outrider.models.drafters import NullDrafter, build_drafter, make_training_free, parse_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import graphed
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
@@ -86,7 +86,7 @@ def drafter_for(kind: str, target: HFTarget) -> Any:
     if kind == "merged":
         sources = {name: network(name, target) for name in MERGED}
         merge = MergedDrafter(
-            sources | {"suffix": make_training_free("suffix", {}, target)},
+            sources | {"suffix": load_drafter("suffix", target)},
             MergedConfig(tree_nodes=8, pace="fixed"),
             few_sizes=target.has_fixed_shapes,
         )

@@ -22,9 +22,9 @@ from ...llm.memory_plan import GIB
 from ...machine import device_name
 from ..base import TrainableDrafter
 from ..merged import MergedDrafter
-from ..registry import kind_of, make_training_free
+from ..registry import TRAINING_FREE, DrafterSpec, kind_of
 from ..training_free import TrainingFreeDrafter
-from .build import drafter_of_weights, saved_spec, shape_digest
+from .build import drafter_of_weights, shape_digest
 from .folder import (
     CONFIG_FILE,
     FORMAT_VERSION,
@@ -92,25 +92,22 @@ def load_drafter(
     # 1. Check all options, which is fast.
     parts = parse_drafter_name(name, revision)
     configs = parts.configs(runtime_options)
-    options = parts.split_options(runtime_options)
     # 2. Load the parts.
-    sources = {part.name: load_part(part, target, options[part.name]) for part in parts.parts}
+    sources = {part.name: load_part(part, target, configs[part.name]) for part in parts.parts}
     if MERGE not in configs:
         return sources[parts.parts[0].name]
     return MergedDrafter(sources, configs[MERGE], few_sizes=target.has_fixed_shapes)
 
 
-def load_part(
-    part: DrafterPart, target: HFTarget, runtime_options: Mapping[str, Any]
-) -> TrainableDrafter | TrainingFreeDrafter:
-    """Load a part of a drafter. Raises ValueError as `load_drafter` does."""
+def load_part(part: DrafterPart, target: HFTarget, config: Any) -> TrainableDrafter | TrainingFreeDrafter:
+    """Load a part of a drafter. Raises ValueError as `load_drafter` does, but for options."""
     if part.folder is None:
-        return make_training_free(part.name, runtime_options, target)
+        return TRAINING_FREE[part.name].for_target(config, target)
     if part.is_model:
-        return _beside(load_model(part.folder, part.spec(runtime_options).config, target), target)
+        return _beside(load_model(part.folder, config, target), target)
     saved = read_drafter_config(part.folder)
     require_fitting_target(part.folder, saved.target, target.identity)
-    return _beside(drafter_of_weights(saved_spec(saved, runtime_options), part.folder, target), target)
+    return _beside(drafter_of_weights(DrafterSpec(kind=saved.kind, config=config), part.folder, target), target)
 
 
 def _beside(drafter: TrainableDrafter, target: HFTarget) -> TrainableDrafter:

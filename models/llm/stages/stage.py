@@ -10,8 +10,8 @@ from typing import NoReturn
 import torch
 from jaxtyping import Int
 
-from ...decoding.tree import lineages_of
-from ...decoding.types import NO_NODE, Counts
+from ...decoding.tree import tree_of
+from ...decoding.types import Counts
 from ..linears import choose_linears
 from ..tree_cache import TreeCache
 from ..tree_reader import TreeReader
@@ -74,17 +74,9 @@ class Stage:
         # 2. Read the new entries behind those that are in the cache.
         assert work.num_read + work.hidden.shape[1] == 1 + len(work.parents)
         self._reader.begin(cache, len(work.parents), work.num_read)
-        lineage = lineage_of(work.parents).to(self.layers.device)
+        lineage = tree_of([(work.parents, work.parents)], self.layers.device).lineage  # the same for all tokens
         run = partial(self.layers.run, work.hidden.to(self.layers.device), is_cancelled=is_cancelled)
         return replace(work, hidden=self._reader.read(cache, lineage, run))
-
-
-def lineage_of(parents: Sequence[int]) -> Int[torch.Tensor, "1 node depth"]:
-    """Return the lineage of a tree's nodes (see `DraftTree`)."""
-    lines = lineages_of(parents)
-    depth = max(map(len, lines), default=0)
-    padded = [[*line, *[NO_NODE] * (depth - len(line))] for line in lines]
-    return torch.tensor(padded, dtype=torch.long).view(1, len(lines), depth)
 
 
 def _entries(keep: Sequence[int], device: torch.device) -> Int[torch.Tensor, "1 kept"] | None:

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.eval.measure import audit as auditing
 from outrider.eval.measure.audit import audit, audits, read_again
 from outrider.eval.results.lossless import find_mismatches, is_exact
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, TargetOutput, generate
-from outrider.models.decoding.sampling import wind_clocks
 from outrider.models.drafters import NullDrafter
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
@@ -254,13 +252,13 @@ def test_two_candidates_that_tie_within_the_noise_explain_a_sampled_token(tiny_t
     """
     tokens = sampled(tiny_target, 1.0, seed=3)
     logits = tiny_target.model(PROMPT).logits[0, -1]
-    clocks = wind_clocks(torch.empty_like(logits), 3, 0)
+    clocks = RowSeeds([3]).clocks(logits[None], torch.tensor([0]), len(logits))[0, 0]
     best, second = (logits - clocks.log()).topk(2).indices.tolist()
     assert best == tokens[0]
     for gap, explained in ((1e-6, True), (1e-3, False)):
         tied = clocks.clone()
         tied[second] = clocks[best] * (logits[second] - logits[best] + gap).exp()
-        monkeypatch.setattr(auditing, "wind_clocks", lambda clocks, seed, position, tied=tied: tied)
+        monkeypatch.setattr(RowSeeds, "clocks", lambda self, probs, depths, tokens, tied=tied: tied[None, None])
         options: dict[str, Any] = {"max_new_tokens": 1, "temperature": 1.0, "seed": 3}
         assert audit(tiny_target, PROMPT, [best], **options).within_noise
         assert audit(tiny_target, PROMPT, [second], **options).within_noise == explained

@@ -11,6 +11,8 @@ from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.llm.hf_target import HFTarget
 
+from ...decoded import texts_of
+
 MAX_NEW_TOKENS = 40
 
 
@@ -162,11 +164,7 @@ def test_a_target_as_its_own_draft_model_is_an_error(target, prompt):
 def test_each_row_has_a_limit_of_its_own(target, prompt, plain):
     prompts = [prompt[0], prompt[0], prompt[0]]
     steps = decode(target, NullDrafter(), prompts, max_new_tokens=[3, 7, 1])
-    texts = [
-        [token for step in steps for row, new in zip(step.rows, step.tokens, strict=True) if row == r for token in new]
-        for r in range(3)
-    ]
-    assert texts == [plain[:3], plain[:7], plain[:1]]
+    assert texts_of(steps, 3) == [plain[:3], plain[:7], plain[:1]]
     finishes = [finish for step in steps for finish in step.finishes if finish]
     assert finishes == [Finish.LENGTH] * 3
     with pytest.raises(ValueError, match="2 limits of new tokens for 3 prompts"):

@@ -1,10 +1,13 @@
 """Draft trees that a reader can check by eye."""
 
+import random
+
 import pytest
 import torch
 from jaxtyping import TypeCheckError
 
 from outrider.models.decoding import DraftTree, chain_tree, empty_tree
+from outrider.models.decoding.tree import tree_of
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.llm.tree_attention import tree_attention_mask
 
@@ -48,3 +51,31 @@ def test_the_empty_tree_has_neither_nodes_nor_depth():
 def test_tokens_and_parents_of_different_shapes_are_refused():
     with pytest.raises((ValueError, TypeCheckError)):
         DraftTree(tokens=torch.zeros(1, 3, dtype=torch.long), parents=torch.zeros(1, 2, dtype=torch.long), max_depth=1)
+
+
+# --- trees of lists, against trees whose lineage is computed from tensors
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_tree_is_that_of_padded_tensors(seed):
+    chance = random.Random(seed)
+    rows = []
+    for num_nodes in [chance.randint(0, 9) for _ in range(1 + seed % 3)]:
+        parents = [chance.randrange(NO_NODE, node) for node in range(num_nodes)]
+        rows.append((range(10, 10 + num_nodes), parents))
+    tree = tree_of(rows, torch.device("cpu"))
+    larger = tree_of(rows, torch.device("cpu"), num_nodes=tree.num_nodes + 2, max_depth=tree.max_depth + 3)
+    assert tree.num_nodes == max(len(parents) for _, parents in rows)
+    assert tree.max_depth == (tree.depths.max() if tree.num_nodes else 0)
+    for made in (tree, larger):
+        expected = DraftTree(tokens=made.tokens, parents=made.parents, max_depth=made.max_depth)
+        assert torch.equal(made.lineage, expected.lineage)
+        assert torch.equal(made.depths, expected.depths)
+        for (drafts, above), tokens, parents in zip(rows, made.tokens.tolist(), made.parents.tolist(), strict=True):
+            padding = [NO_NODE] * (made.num_nodes - len(drafts))
+            assert (tokens, parents) == ([*drafts, *padding], [*above, *padding])
+
+
+def test_a_bound_below_the_depth_is_refused():
+    with pytest.raises(AssertionError, match="max_depth=1"):
+        tree_of([([5, 6], [NO_NODE, 0])], torch.device("cpu"), max_depth=1)

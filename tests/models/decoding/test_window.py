@@ -61,7 +61,7 @@ def test_a_bonus_token_in_flight_is_adopted_and_not_sent_twice():
     window, drafts = started(), drafted()
     first, second, third = next(iter(window.runs)), window.send(drafts, [0, 1]), window.send(drafts, [2, 3])
     # 1. After A comes B, which is under way: C is dead, but its run has B.
-    assert window.learn(first) == Known([0], [], [], 0)
+    assert window.learn(first) == Known([0], [], [])
     assert window.follow([B]) == []
     assert window.is_root_sent
     assert window.root == B
@@ -73,11 +73,11 @@ def test_a_bonus_token_in_flight_is_adopted_and_not_sent_twice():
     fourth = window.send(later, [1])
     assert links(fourth) == ((F,), (NO_NODE, NO_NODE, 0), 3, Keep(entries=(0, 1, 3, 4), num_committed=1))
     # 3. After B comes D. E is dead, and D's run is answered with D and F live below.
-    assert window.learn(second.number) == Known([0], [], [], 0)
+    assert window.learn(second.number) == Known([0], [], [])
     assert window.follow([D]) == []
-    assert window.learn(third.number) == Known([0], [], [], 0)
+    assert window.learn(third.number) == Known([0], [], [])
     assert window.follow([F]) == []
-    assert window.learn(fourth.number) == Known([0], [], [], 0)
+    assert window.learn(fourth.number) == Known([0], [], [])
 
 
 def test_accepted_nodes_of_a_run_are_known_together():
@@ -86,7 +86,7 @@ def test_accepted_nodes_of_a_run_are_known_together():
     window.learn(root)
     window.follow([B])
     # The root is B now. C is dead, D is live.
-    assert window.learn(run.number) == Known([0, 2], [D], [NO_NODE], 1)
+    assert window.learn(run.number) == Known([0, 2], [D], [NO_NODE])
     assert window.follow([D, G]) == []
     assert links(window.send()) == ((G,), (), 0, Keep(entries=(0, 1, 3), num_committed=3))
 
@@ -107,7 +107,7 @@ def test_a_run_with_one_live_entry_is_never_cancelled():
     root, mixed, dead = next(iter(window.runs)), window.send(drafts, [0, 1]).number, window.send(drafts, [2]).number
     window.learn(root)
     assert window.follow([C]) == [dead]
-    assert window.learn(mixed) == Known([1], [], [], 0)
+    assert window.learn(mixed) == Known([1], [], [])
 
 
 def test_two_acceptances_without_a_run_between_make_one_keep():

@@ -11,7 +11,6 @@ from outrider.models.drafters.base import LastStateDrafter
 from outrider.models.drafters.beams import beam_search
 from outrider.models.drafters.labels import Labels
 from outrider.models.drafters.scoring import score
-from outrider.models.drafters.vocabulary import DraftVocabulary
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -30,7 +29,6 @@ class Pairs(LastStateDrafter):
         super().__init__()
         self.config, self.vocab_size, self._embed_tokens = config, target.vocab_size, (target.embed_tokens,)
         self.head = nn.Linear(2 * target.hidden_size, target.vocab_size)
-        self.vocabulary = DraftVocabulary(size=target.vocab_size)
 
     @classmethod
     def for_target(cls, config, target):
@@ -55,9 +53,6 @@ class Pairs(LastStateDrafter):
 
     def logits(self, hidden, state):
         return self.head(torch.cat([hidden.to(state.dtype), state], dim=-1))
-
-    def to_target_tokens(self, outputs):
-        return outputs
 
     def loss(self, batch, objective):
         labels = Labels.of(batch)

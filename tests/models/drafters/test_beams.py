@@ -19,6 +19,7 @@ from outrider.models.drafters.beams import (
 )
 from outrider.models.drafters.options import RedrafterConfig
 from outrider.models.drafters.redrafter import Redrafter
+from outrider.models.drafters.vocabulary import DraftVocabulary
 
 VOCAB = 7
 
@@ -31,6 +32,7 @@ class FadingDrafter:
 
     def __init__(self, seed: int = 0, vocab: int = VOCAB) -> None:
         self.table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed))
+        self.vocabulary = DraftVocabulary(size=vocab)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.one_hot(tokens, len(self.table)).float()
@@ -43,9 +45,6 @@ class FadingDrafter:
 
     def logits(self, hidden: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         return hidden + state @ self.table
-
-    def to_target_tokens(self, outputs: torch.Tensor) -> torch.Tensor:
-        return outputs
 
 
 def search(drafter: FadingDrafter, *, width: int, length: int, rows: int = 2, top_k: int | None = None) -> SearchTree:
@@ -238,7 +237,7 @@ def plain_search(
         successors.sort(key=lambda successor: -successor[0])
         beams = []
         for score, parent, output, state in successors[:width]:
-            token = drafter.to_target_tokens(torch.tensor(output))
+            token = drafter.vocabulary.target_tokens(torch.tensor(output))
             beams.append((score, len(tokens), drafter.next_state(state, drafter.embed(token))))
             tokens.append(int(token))
             parents.append(parent)

@@ -31,6 +31,7 @@ from outrider.models.llm.hidden_states import decoder_layers
 
 from ... import tiny_models
 from ...conformance.test_architectures import LLAMA3_ROPE
+from ...decoded import texts_of
 
 VOCAB, HIDDEN, HORIZON = 90, 32, 4
 SMALL = {
@@ -264,14 +265,9 @@ def test_features_are_noisy_in_training_only(llama):
 
 
 def answers(target: HFTarget, drafter: Any, prompts: list[list[int]], num_new: int = 20) -> tuple[list[list[int]], int]:
-    tokens: list[list[int]] = [[] for _ in prompts]
-    num_accepted = 0
     rows = [torch.tensor(prompt) for prompt in prompts]
-    for step in generate(target, drafter, GreedyAcceptance(), rows, max_new_tokens=num_new, stop_ids=range(20)):
-        num_accepted += sum(step.num_accepted)
-        for row, new in zip(step.rows, step.tokens, strict=True):
-            tokens[row] += new
-    return tokens, num_accepted
+    steps = list(generate(target, drafter, GreedyAcceptance(), rows, max_new_tokens=num_new, stop_ids=range(20)))
+    return texts_of(steps, len(prompts)), sum(sum(step.num_accepted) for step in steps)
 
 
 class Watched:

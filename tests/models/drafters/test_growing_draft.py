@@ -15,7 +15,7 @@ from outrider.models.decoding.growing_tree import UNREAD, GrowingTree
 from outrider.models.decoding.pacing import MAX_READS, NUM_TRIALS
 from outrider.models.decoding.tree import accepted_path, empty_tree
 from outrider.models.decoding.types import NO_NODE, TargetOutput
-from outrider.models.drafters import NullDrafter, growing_draft, make_training_free
+from outrider.models.drafters import NullDrafter, growing_draft, load_drafter
 from outrider.models.drafters.candidates import Candidates
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.growing_draft import MAX_CHILDREN, MAX_ENTRIES, GrowingModel
@@ -70,7 +70,7 @@ def num_read(tree: GrowingTree) -> int:
 def growing(reader: HFTarget, *names: str, kind: type[MergedDrafter] = MergedDrafter, tree_nodes: int = 12) -> Any:
     """Return a merge of a draft model that grows, and of training-free drafters."""
     sources: dict[str, Any] = {"draft_model": DraftModel(DraftModelConfig(), reader)}
-    sources |= {name: make_training_free(name, FREE[name], reader) for name in names}
+    sources |= {name: load_drafter(name, reader, **FREE[name]) for name in names}
     return kind(sources, MergedConfig(tree_nodes=tree_nodes))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider.models.decoding.types import NO_NODE
-from outrider.models.drafters import make_training_free
+from outrider.models.drafters import load_drafter
 from outrider.models.drafters.growing_draft import GrowingRow, GrowingText
 from outrider.models.drafters.merge_sources import MergedState, MergedText
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter, PacedStep, expected_tokens, learn_gains
@@ -91,9 +91,7 @@ def decode(target) -> Callable[..., Run]:
         confidence: float | None = None,
     ) -> Run:
         clock, run = Clock(), Run()
-        drafter = MergedDrafter(
-            {"any": make_training_free("suffix", {}, target)}, MergedConfig(tree_nodes=MAX_NODES), clock=clock
-        )
+        drafter = MergedDrafter({"any": load_drafter("suffix", target)}, MergedConfig(tree_nodes=MAX_NODES), clock=clock)
         chain = Chain(clock, acceptances, draft_seconds, confidence)
         drafter.merge.parts, drafter.merge.models, drafter._groups = (chain,), [0], [[0]]
         pacer, text, num_accepted = drafter._pacer(1), MergedText(counts={}), 0

@@ -7,10 +7,10 @@ import torch
 
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.decoding.types import NO_NODE
-from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter
 from outrider.models.drafters.calibration import source_key
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
-from outrider.models.drafters.registry import TRAINING_FREE, make_training_free
+from outrider.models.drafters.registry import TRAINING_FREE
 
 from ...decoded import texts_of
 
@@ -27,7 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 def build(name: str, target) -> Any:
     if name in TRAINING_FREE:
-        return make_training_free(name, {}, target)
+        return load_drafter(name, target)
     torch.manual_seed(0)
     return build_drafter(parse_drafter({"kind": name, **SMALL[name]}), target).to(target.dtype).eval()
 

@@ -13,7 +13,6 @@ from outrider.models.drafters import (
     NullDrafter,
     build_drafter,
     load_drafter,
-    make_training_free,
     parse_drafter,
     save_drafter,
 )
@@ -82,7 +81,7 @@ def test_a_minimal_kind_can_be_recorded_and_merged(target, trained):
     expected, num_plain = decode(target, NullDrafter())
     recorder = ReplayingRecorder()
     merge = MergedDrafter(
-        {"pairs": trained, "suffix": make_training_free("suffix", {}, target)}, MergedConfig(tree_nodes=9, pace="fixed")
+        {"pairs": trained, "suffix": load_drafter("suffix", target)}, MergedConfig(tree_nodes=9, pace="fixed")
     )
     for drafter in (graphed(trained, recorder), graphed(merge, recorder)):
         num_replays = recorder.num_replays

@@ -17,6 +17,7 @@ from outrider.models.drafters.merged import MergedConfig, MergedDrafter, PacedSt
 from outrider.models.drafters.merging import follow
 from outrider.models.drafters.training_free import TrainingFreeDrafter
 
+from ...decoded import texts_of
 from .test_merged import PROMPTS, build
 
 # --- a simulation: texts with easy and hard stretches, and a clock that only costs move
@@ -252,17 +253,10 @@ RULES = {"greedy": None, "sampled": SpeculativeSampling(sampling=Sampling(temper
 
 
 def answers(target, drafter, rows, rule, num_new=40) -> tuple[list[list[int]], list[int]]:
-    tokens: list[list[int]] = [[] for _ in rows]
-    sizes = []
     prompts, generator = [torch.tensor(PROMPTS[row]) for row in rows], RowSeeds(rows) if rule else None
-    steps = generate(
-        target, drafter, rule or GreedyAcceptance(), prompts, max_new_tokens=num_new, generator=generator, stop_ids={55}
-    )
-    for step in steps:
-        sizes.append(step.num_nodes)
-        for row, new in zip(step.rows, step.tokens, strict=True):
-            tokens[row] += new
-    return tokens, sizes
+    options = {"max_new_tokens": num_new, "generator": generator, "stop_ids": {55}}
+    steps = list(generate(target, drafter, rule or GreedyAcceptance(), prompts, **options))
+    return texts_of(steps, len(rows)), [step.num_nodes for step in steps]
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -8,7 +8,7 @@ import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from outrider.models.decoding import GreedyAcceptance, generate
-from outrider.models.drafters import make_training_free
+from outrider.models.drafters import load_drafter
 from outrider.models.drafters.prompt_lookup import PRIOR, PromptLookup, PromptLookupConfig
 
 
@@ -76,7 +76,7 @@ def test_it_finds_a_draft_wherever_transformers_finds_one(seed):
 
 @torch.inference_mode()
 def test_rows_of_a_batch_copy_from_their_own_texts(target):
-    drafter = make_training_free("prompt_lookup", {"tree_nodes": 4}, target)
+    drafter = load_drafter("prompt_lookup", target, tree_nodes=4)
     prompts = [torch.tensor(tokens) for tokens in ([1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47])]
 
     def accepted(rows: list[int]) -> dict[int, list[int]]:
@@ -102,9 +102,4 @@ def test_rows_of_a_batch_copy_from_their_own_texts(target):
 )
 def test_wrong_options_are_errors(target, options, message):
     with pytest.raises(ValueError, match=message):
-        make_training_free("prompt_lookup", options, target)
-
-
-def test_an_unknown_name_is_an_error_with_the_list(target):
-    with pytest.raises(ValueError, match="'lookup' is no training-free drafter; there are: prompt_lookup"):
-        make_training_free("lookup", {}, target)
+        load_drafter("prompt_lookup", target, **options)

@@ -9,7 +9,7 @@ import torch
 from outrider.models.decoding import Prompts, TargetOutput
 from outrider.models.decoding.tree import DraftTree, accepted_path, depths_of
 from outrider.models.decoding.types import NO_NODE
-from outrider.models.drafters import make_training_free, recycling
+from outrider.models.drafters import load_drafter, recycling
 from outrider.models.drafters.candidates import Candidates
 from outrider.models.drafters.recycling import PRIOR, Recycling, RecyclingConfig
 
@@ -132,4 +132,4 @@ def test_a_tree_of_other_drafters_is_read_too(monkeypatch):
 )
 def test_wrong_options_are_errors(target, options, message):
     with pytest.raises(ValueError, match=message):
-        make_training_free("recycling", options, target)
+        load_drafter("recycling", target, **options)

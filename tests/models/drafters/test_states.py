@@ -10,7 +10,7 @@ import torch
 from outrider.models.decoding import DraftTree, Prompts, RowSeeds, Sampling, TargetOutput
 from outrider.models.decoding.tree import accepted_path
 from outrider.models.decoding.types import NO_NODE
-from outrider.models.drafters import DRAFTERS, TRAINING_FREE, build_drafter, make_training_free, parse_drafter
+from outrider.models.drafters import DRAFTERS, TRAINING_FREE, build_drafter, load_drafter, parse_drafter
 from outrider.models.drafters.graphed import GraphedCachedDrafter, graphed
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.llm.hf_target import HFTarget
@@ -47,7 +47,7 @@ KINDS = {kind: {"kind": kind, **SMALL.get(kind, {})} for kind in DRAFTERS} | VAR
 
 def build(name: str, target: HFTarget) -> Any:
     if name in FREE:
-        return make_training_free(name, FREE[name], target)
+        return load_drafter(name, target, **FREE[name])
     return build_drafter(parse_drafter(KINDS[name]), target).to(target.dtype).eval()
 
 
@@ -153,7 +153,7 @@ def test_a_spoiled_cache_changes_the_drafts(drafter, target):
 
 @torch.inference_mode()
 def test_copies_of_a_row_read_its_text_once(target):
-    drafter = make_training_free("suffix", {}, target)
+    drafter = load_drafter("suffix", target)
     part = start(target, drafter)
     part = replace(part, texts=tuple(part.texts[row] for row in (1, 2, 2)), state=drafter.select(part.state, (1, 2, 2)))
     part = run(target, drafter, part)

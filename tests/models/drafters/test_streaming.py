@@ -25,10 +25,11 @@ from outrider.models.decoding.pipelined import generate_pipelined
 from outrider.models.decoding.protocols import AsyncTarget
 from outrider.models.decoding.reading import in_batch, read_acceptance
 from outrider.models.decoding.speculation import ExpectedSpeculation
+from outrider.models.decoding.tree import tree_of
 from outrider.models.decoding.types import NO_NODE, Counts
 from outrider.models.decoding.window import DraftRun, PassAnswer
-from outrider.models.drafters import NullDrafter, build_drafter, growing_draft, make_training_free, parse_drafter
-from outrider.models.drafters.candidates import Candidates, Nodes, tree_of
+from outrider.models.drafters import NullDrafter, build_drafter, growing_draft, load_drafter, parse_drafter
+from outrider.models.drafters.candidates import Candidates
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.options import DraftModelConfig
@@ -37,6 +38,8 @@ from outrider.models.drafters.registry import TRAINING_FREE
 from outrider.models.drafters.streaming_merge import LEAST_PROB, MAX_NODES, streaming_drafter
 from outrider.models.drafters.suffix import Suffix, SuffixConfig
 from outrider.models.llm.hf_target import HFTarget
+
+from ...decoded import texts_of
 
 PROMPT = [1, 70, 71, 72, 2, 70, 71, 72, 5, 6, 70, 71]
 NUM_NEW = 40
@@ -64,7 +67,7 @@ def build(kind: str, target: HFTarget, twin: HFTarget) -> Any:
         sources = {name: build(name, target, twin) for name in MERGES[kind]}
         return MergedDrafter(sources, MergedConfig())
     if kind in TRAINING_FREE:
-        return make_training_free(kind, {}, target)
+        return load_drafter(kind, target)
     if kind == "draft_model":
         return draft_model(twin)
     torch.manual_seed(0)
@@ -73,7 +76,7 @@ def build(kind: str, target: HFTarget, twin: HFTarget) -> Any:
 
 def plain_answer(target: HFTarget, num_new: int = NUM_NEW) -> list[int]:
     steps = generate(target, NullDrafter(), GreedyAcceptance(), [torch.tensor(PROMPT)], max_new_tokens=num_new)
-    return [token for step in steps for token in step.tokens[0]]
+    return texts_of(steps, 1)[0]
 
 
 @dataclass
@@ -103,8 +106,8 @@ def stream(
             drafter.grow(state)
         tree = drafter.tree(state)
         yield Moment(text=[*text], state=state, tree=tree, num_accepted=num_accepted)
-        tokens, parents = tree.links(range(min(num_nodes, len(tree))))  # the likeliest come first
-        drafts = tree_of([Nodes(tokens=tokens, parents=parents)], target.device)
+        likeliest = range(min(num_nodes, len(tree)))  # they come first
+        drafts = tree_of([tree.links(likeliest)], target.device)
         output = target.verify(torch.tensor(text[-1:]), drafts)
         accepted = read_acceptance(drafts, output, GreedyAcceptance()(drafts, output), in_batch([0], [text]))
         (new,) = accepted.new_tokens
@@ -281,7 +284,7 @@ def test_a_redrafter_searches_from_the_state_before_the_last_token(target, twin)
 
 def test_recycling_learns_the_logits_of_every_committed_entry(target, twin):
     """As it does step by step: the latest entry of a context has its successors."""
-    recycling = make_training_free("recycling", {}, target)
+    recycling = load_drafter("recycling", target)
     drafter = streaming_drafter(recycling)
     *_, last = stream(target, drafter)
     store = last.state.draft.state.sources[0].stores[0]
@@ -301,7 +304,7 @@ def test_recycling_learns_the_logits_of_every_committed_entry(target, twin):
 def test_candidates_below_a_path_are_those_of_the_text_with_the_path(target):
     """Only what the path itself repeats isn't found."""
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 1, 2]
-    for drafter in (make_training_free("prompt_lookup", {}, target), Suffix(SuffixConfig())):
+    for drafter in (load_drafter("prompt_lookup", target), Suffix(SuffixConfig())):
         store, longer = drafter.new_store(), drafter.new_store()
         store.add(text[:-1])
         longer.add([*text, 3, 4])
@@ -395,7 +398,7 @@ def test_drafters_that_read_inner_layers_are_refused(target, twin):
     drafter = build("eagle3", target, twin)
     with pytest.raises(ValueError, match="^Eagle3 reads what enters inner layers.*without feature layers.*step by step"):
         streaming_drafter(drafter)
-    merged = MergedDrafter({"eagle3": drafter, "suffix": make_training_free("suffix", {}, target)}, MergedConfig())
+    merged = MergedDrafter({"eagle3": drafter, "suffix": load_drafter("suffix", target)}, MergedConfig())
     with pytest.raises(ValueError, match="^eagle3 reads"):
         streaming_drafter(merged)
 
@@ -441,7 +444,7 @@ class LateTarget(AsyncTarget):
             self.window = [self.window[entry] for entry in run.keep.entries[run.keep.num_committed :]]
         self.window += run.tokens
         root, *tokens = self.window
-        tree = tree_of([Nodes(tokens=tokens, parents=run.parents)], self.target.device)
+        tree = tree_of([(tokens, run.parents)], self.target.device)
         output = self.target.read_tree(self.cache, torch.tensor([root]), tree, num_read=run.num_read)
         self.answers.append(PassAnswer(number=run.number, output=output))
         self.num_late += len(self.answers) > 1
@@ -473,7 +476,7 @@ def test_pipelined_tokens_are_those_of_plain_decoding(target, twin, kind, rule):
         plain = list(generate(target, NullDrafter(), RULES[rule], ids, max_new_tokens=num_new, **seeds))
         policy = ExpectedSpeculation(micro_batch=2, least_prob=0.0, clock=lambda: 0.0)
         steps = list(generate_pipelined(late, drafter, RULES[rule], ids, max_new_tokens=num_new, speculation=policy, **seeds))
-        assert [token for step in steps for token in step.tokens[0]] == [token for step in plain for token in step.tokens[0]]
+        assert texts_of(steps, 1) == texts_of(plain, 1)
     if kind not in UNTRAINED:  # those are unsure
         assert (late.num_late > 0) == (kind != "null"), "several runs were under way"
         assert (late.num_cancelled > 0) == (kind != "null")
@@ -490,7 +493,7 @@ def test_a_pipeline_foresees_the_draws(target, monkeypatch):
         policy = ExpectedSpeculation(micro_batch=2, least_prob=0.0, clock=lambda: 0.0)
         options: dict[str, Any] = {"max_new_tokens": 24, "speculation": policy, "generator": seeds}
         steps = list(generate_pipelined(late, streaming_drafter(draft_model(reader)), rule, ids, **options))
-        assert [token for step in steps for token in step.tokens[0]] == [token for step in plain for token in step.tokens[0]]
+        assert texts_of(steps, 1) == texts_of(plain, 1)
         cancelled.append(late.num_cancelled)
         monkeypatch.setattr(growing_draft, "foreseen", lambda logits, *_: logits)
     assert cancelled[0] < 0.5 * cancelled[1]

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from outrider.models.decoding.tree import depths_of
-from outrider.models.drafters import make_training_free
+from outrider.models.drafters import load_drafter
 from outrider.models.drafters import suffix as suffix_module
 from outrider.models.drafters.candidates import Candidates
 from outrider.models.drafters.suffix import Suffix, SuffixConfig
@@ -126,4 +126,4 @@ def test_long_matches_are_found_beyond_the_latest_places(monkeypatch):
 )
 def test_wrong_options_are_errors(target, options, message):
     with pytest.raises(ValueError, match=message):
-        make_training_free("suffix", options, target)
+        load_drafter("suffix", target, **options)

@@ -19,7 +19,7 @@ from outrider.models.decoding import (
 )
 from outrider.models.decoding.loop import kept_places
 from outrider.models.decoding.tree import accepted_path
-from outrider.models.drafters import NullDrafter, build_drafter, make_training_free, parse_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter
 from outrider.models.drafters import graphed as graphed_drafters
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedCachedDrafter
@@ -173,7 +173,7 @@ SOURCES = {
 def merge_of(target, names, **options):
     trained, free = SOURCES[names]
     sources = {name: trained_of(target, name) for name in trained}
-    sources |= {name: make_training_free(name, {}, target) for name in free}
+    sources |= {name: load_drafter(name, target) for name in free}
     return MergedDrafter(sources, MergedConfig(**{"tree_nodes": 9, "pace": "fixed", **options}), few_sizes=True)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.models.decoding import DraftTree, Prompts, TargetOutput, chain_tree
+from outrider.models.decoding import Prompts, TargetOutput, chain_tree
 from outrider.models.decoding.tree import accepted_path
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.decoding.window import DraftRun, Keep, PassAnswer, RunCounts, run_numbers
@@ -15,7 +15,6 @@ from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 from outrider.models.llm.stages.messages import Work
-from outrider.models.llm.stages.stage import lineage_of
 from outrider.models.llm.stages.staged_target import StagedTarget
 
 from .inline import InlineLink, in_stages
@@ -231,16 +230,6 @@ def test_every_stage_executes_the_same_messages(staged: StagedTarget) -> None:
     assert handled[0] == handled[1]
     assert len(handled[0]) == 3
     assert link_of(staged).cancelled == [set(), set()], "numbers of cancelled runs pile up"
-
-
-@pytest.mark.parametrize("parents", [[], [-1], [-1, 0, 1], [-1, -1, 0, 0, 1, 4]])
-def test_the_lineage_of_parents_is_that_of_a_draft_tree(parents: list[int]) -> None:
-    tree = DraftTree(
-        tokens=torch.zeros(1, len(parents), dtype=torch.long),
-        parents=torch.tensor([parents], dtype=torch.long),
-        max_depth=lineage_of(parents).shape[2],
-    )
-    assert torch.equal(tree.lineage, lineage_of(parents))
 
 
 def test_output_of_a_run_has_hidden_states(staged: StagedTarget) -> None:
