@@ -140,16 +140,6 @@ class FastestCall:
     partners: list[str]
     """Training-free drafters that it is merged with."""
 
-    @property
-    def is_faster(self) -> bool:
-        """Whether the speedup is above 1.00x, as printed."""
-        return round(self.speedup, 2) > 1
-
-    @property
-    def scope(self) -> str:
-        """What a reader must know about the speedup, after a comma; empty for one suite without noise."""
-        return f", on average over {self.num_suites} suites" * (self.num_suites > 1) + ", noisy" * self.noisy
-
 
 def fastest_call(figures: Sequence[tuple[Run, Row]], packaged: Sequence[str]) -> FastestCall | None:
     """Find the call with the highest speedup, as the geometric mean over the suites.

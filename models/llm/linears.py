@@ -202,7 +202,7 @@ def native_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     """Compute a linear layer without oneDNN. Other threads do without it meanwhile."""
     with _SWITCHING:  # of two threads that switch it, the second to end would leave it off
         enabled = torch.backends.mkldnn.enabled
-        torch.backends.mkldnn.enabled = False
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property
         try:
             return F.linear(x, weight, bias)
         finally:
