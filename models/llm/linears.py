@@ -12,13 +12,12 @@ for a draft tree. Four ways compute the same product:
 Which one is fastest depends on the processor, the number type, the matrix and the number of rows.
 So a stage that decodes times the ways, for the shapes with the most weights. Plain decoding and tree
 decoding use the same choice, which is first the fastest for plain decoding: otherwise a speedup
-would partly be that of a kernel. A run records its choice, because another process may measure otherwise, and the ways round
-differently. Training chooses nothing.
+would partly be that of a kernel. A run records its choice, because another process may measure
+otherwise, and the ways round differently. Training chooses nothing.
 """
 
 import logging
 import math
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,10 +57,12 @@ SECONDS_PER_SHAPE, MIN_ROUNDS = 0.1, 4
 MAX_ELEMENTS = 1 << 22
 """A larger matrix is timed with fewer outputs."""
 POOL_BYTES, MAX_POOL = 1 << 25, 16
-"""Equal matrices that take turns, as the layers of a model do: kernels differ most in how they read
-weights that are not in the innermost cache."""
-SAMPLE_WORK = 1 << 22
-"""Multiplications of one timed sample, unless a single product has more."""
+"""Equal matrices that take turns, as the layers of a model do."""
+MAX_BETWEEN = 1 << 27
+"""Most bytes that are read before a sample, in place of the other weights of a pass: kernels differ most in how they
+read weights that are in no cache."""
+SAMPLE_WORK = 1 << 25
+"""Multiplications of one timed sample: at least one product, and at most one by each matrix."""
 
 
 class Shape(NamedTuple):
@@ -93,7 +94,7 @@ class Choice:
     packs_many: bool = False
     """Whether it multiplies more than MOST_PACKED_ROWS rows, too."""
     native_row: bool = False
-    """Whether one row is multiplied without oneDNN."""
+    """Whether one row is multiplied without oneDNN, where the packed copy doesn't multiply it."""
 
     def __str__(self) -> str:
         order = ("columns first" if self.columns_first else "rows first") + ", one row native" * self.native_row
@@ -117,36 +118,34 @@ def choose(times: Times, *, in_place: bool = True) -> Choice:
     Without `in_place` the memory order stays rows first.
     """
     # 1. Plain decoding decides about the memory order: drafters are compared with it.
-    one_row, *_ = times.native
-    columns_first = in_place and min(times.rows_first[0], one_row) > MIN_GAIN * times.columns_first[0]
-    stored = times.columns_first if columns_first else times.rows_first
-    native_row = not columns_first and stored[0] > MIN_GAIN * one_row
-    if native_row:
-        stored = (one_row, *stored[1:])
+    native_row = times.rows_first[0] > MIN_GAIN * times.native[0]
+    one_row = times.native[0] if native_row else times.rows_first[0]
+    columns_first = in_place and one_row > MIN_GAIN * times.columns_first[0]
+    native_row &= not columns_first
+    stored = times.columns_first if columns_first else (one_row, *times.rows_first[1:])
     gains = [without > MIN_GAIN * packed for without, packed in zip(stored, times.packed, strict=True)]
     # 2. The packed copy serves draft trees, and one row and many rows too where it is faster.
     if not gains[1]:
         return Choice(columns_first, native_row=native_row)
-    if gains[0]:
-        return Choice(columns_first, packed_from=PACKED_FROM[0], packs_many=gains[2])
-    return Choice(columns_first, packed_from=PACKED_FROM[1], packs_many=gains[2], native_row=native_row)
+    fewest, second = PACKED_FROM
+    return Choice(columns_first, fewest if gains[0] else second, packs_many=gains[2], native_row=native_row)
 
 
 # --- timing
 
 
 @cache
-def timed(shape: Shape, num_threads: int) -> Times:
+def timed(shape: Shape, num_threads: int, between: int = 0) -> Times:
     """Time the ways in turns; the fastest sample of each counts, because others were disturbed.
 
-    A process times a shape once for each number of threads. A clock that stands still makes all ways
-    equal.
+    Before each sample `between` bytes are read, as a pass reads its other weights. A process times a shape once for each
+    number of threads and of these bytes. A clock that stands still makes all ways equal.
     """
     with torch.inference_mode():
-        return _timed(shape)
+        return _timed(shape, between)
 
 
-def _timed(shape: Shape) -> Times:
+def _timed(shape: Shape, between: int) -> Times:
     # 1. Matrices that take turns, in each way that this machine has.
     num_outputs = max(1, min(shape.num_outputs, MAX_ELEMENTS // shape.num_inputs))
     size = num_outputs * shape.num_inputs
@@ -158,17 +157,21 @@ def _timed(shape: Shape) -> Times:
     }
     with suppress(RuntimeError):  # the type can't be packed here
         ways["packed"] = (packed_linear, [pack(weight) for weight in stored])
-    ways["native"] = (native_linear, stored)
+    if torch._C._get_mkldnn_enabled():  # otherwise rows first is native already
+        ways["native"] = (native_linear, stored)
+    others = torch.ones(between // 4)
     # 2. Rounds of all numbers of rows and all ways, until the time is over.
     turns = {way: cycle(weights) for way, (_, weights) in ways.items()}
     best = dict.fromkeys(Times._fields, [math.inf] * len(TIMED_ROWS))
     deadline, number = time.perf_counter() + SECONDS_PER_SHAPE, 0
     while number < MIN_ROUNDS or 0 < time.perf_counter() < deadline:
         for index, rows in enumerate(TIMED_ROWS):
-            x, num_calls = torch.ones(1, rows, shape.num_inputs, dtype=shape.dtype), max(1, SAMPLE_WORK // (rows * size))
+            x = torch.ones(1, rows, shape.num_inputs, dtype=shape.dtype)
+            num_calls = min(count, max(1, SAMPLE_WORK // (rows * size)))
             for way, (multiply, _) in ways.items():
                 if way == "native" and rows > 1:
                     continue
+                others.sum()
                 start = time.perf_counter()
                 for weight in islice(turns[way], num_calls):
                     multiply(x, weight, None)
@@ -200,16 +203,14 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | No
 
 def native_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Compute a linear layer without oneDNN. Other threads do without it meanwhile."""
-    with _SWITCHING:  # of two threads that switch it, the second to end would leave it off
-        enabled = torch.backends.mkldnn.enabled
-        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property
-        try:
-            return F.linear(x, weight, bias)
-        finally:
-            torch.backends.mkldnn.enabled = enabled
-
-
-_SWITCHING = threading.Lock()
+    if not torch._C._get_mkldnn_enabled():  # by the user, who wants it so, or by another thread, which turns it on again
+        return F.linear(x, weight, bias)
+    try:
+        # The switch of torch.backends.mkldnn, without its layers of Python, which each layer of each pass would pay.
+        torch._C._set_mkldnn_enabled(False)
+        return F.linear(x, weight, bias)
+    finally:
+        torch._C._set_mkldnn_enabled(True)
 
 
 @cache
@@ -254,7 +255,7 @@ def plain_linears(*modules: nn.Module) -> None:
 
 @contextmanager
 def packed_where_faster(*modules: nn.Module, recorded: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
-    """Use packed copies inside the block where they are faster; change no weight. Yields the ways by shape.
+    """Compute in the fastest way that changes no weight inside the block. Yields the ways by shape.
 
     Layers that `choose_linears` has handled stay as they are. For `recorded` see `choose_linears`.
     """
@@ -290,7 +291,8 @@ def _fastest(layers: Sequence[_Layer], *, in_place: bool) -> dict[str, Choice]:
     sizes = Counter[Shape]()
     for layer in layers:
         sizes[layer.shape] += layer.linear.weight.nbytes
-    times = {shape: timed(shape, torch.get_num_threads()) for shape, _ in sizes.most_common(NUM_SHAPES)}
+    between = min(sizes.total(), MAX_BETWEEN)
+    times = {shape: timed(shape, torch.get_num_threads(), between) for shape, _ in sizes.most_common(NUM_SHAPES)}
     return {
         layer.name: choose(times[layer.shape], in_place=in_place and not layer.is_shared)
         for layer in layers
@@ -392,10 +394,9 @@ class FastestForRows:
         # A user's compiled code has kernels of its own.
         if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled() or x.dtype != weight.dtype:
             return F.linear(x, weight, linear.bias)
-        if self.native_row and x.numel() == linear.in_features:
-            return native_linear(x, weight, linear.bias)
         if not self.fewest <= x.numel() <= self.most:
-            return F.linear(x, weight, linear.bias)
+            multiply = native_linear if self.native_row and x.numel() == linear.in_features else F.linear
+            return multiply(x, weight, linear.bias)
         packed_from = (weight.data_ptr(), weight._version)
         if self._packed_from != packed_from:
             self._packed, self._packed_from = pack(weight.detach()), packed_from

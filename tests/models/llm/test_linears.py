@@ -83,7 +83,8 @@ def fastest(monkeypatch: pytest.MonkeyPatch):
         (Times((1, 8, 60), NEVER, NEVER, native(0.8)), Choice(native_row=True)),
         (Times((1, 8, 60), NEVER, NEVER, native(0.95)), Choice()),  # too little
         (Times((1, 8, 60), NEVER, (0.8, 4, 60), native(0.7)), Choice(packed_from=2, native_row=True)),
-        (Times((1, 8, 60), NEVER, (0.6, 4, 60), native(0.7)), Choice(packed_from=1)),
+        (Times((1, 8, 60), NEVER, (0.6, 4, 60), native(0.7)), Choice(packed_from=1, native_row=True)),
+        (Times((1.2, 8, 60), (1, 8, 60), NEVER, native(1.095)), Choice(columns_first=True)),  # no gain hides another
         (Times((1.3, 8, 60), (1, 8, 60), NEVER, native(0.9)), Choice(native_row=True)),  # plain decoding comes first
         (Times((1.3, 8, 60), (0.8, 8, 60), NEVER, native(0.9)), Choice(columns_first=True)),
     ],
@@ -186,6 +187,14 @@ def test_one_row_is_native_in_inference_only(fastest, monkeypatch: pytest.Monkey
 
 
 @needs_onednn
+def test_one_row_is_native_where_packed_copies_have_no_memory(fastest, monkeypatch: pytest.MonkeyPatch):
+    fastest(Choice(packed_from=1, native_row=True))
+    monkeypatch.setattr(linears, "available_memory", lambda: 100)
+    layer = nn.Linear(8, 8).requires_grad_(False)
+    assert choose_linears(layer) == {"8x8 float32": "rows first, one row native"}
+
+
+@needs_onednn
 def test_threads_leave_onednn_on(fastest, monkeypatch: pytest.MonkeyPatch):
     fastest(Choice(native_row=True))
     layer = nn.Linear(8, 8).requires_grad_(False)
@@ -193,13 +202,13 @@ def test_threads_leave_onednn_on(fastest, monkeypatch: pytest.MonkeyPatch):
     begun, overlapping = threading.Event(), threading.Event()
 
     def multiply(x: torch.Tensor, *_: Any) -> torch.Tensor:
-        # Without a lock the late product begins inside the early one, and ends after it.
+        # The late product begins inside the early one, and ends after it.
         if threading.current_thread() is early:
             begun.set()
-            overlapping.wait(0.2)
+            overlapping.wait(5)
         else:
             overlapping.set()
-            early.join()
+            early.join(5)
         return x
 
     @torch.inference_mode()
@@ -209,10 +218,10 @@ def test_threads_leave_onednn_on(fastest, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(F, "linear", multiply)
     early, late = threading.Thread(target=call), threading.Thread(target=call)
     early.start()
-    begun.wait()
+    begun.wait(5)
     late.start()
     for thread in (early, late):
-        thread.join()
+        thread.join(5)
     assert torch.backends.mkldnn.enabled
 
 
@@ -342,16 +351,16 @@ def test_a_shape_is_timed_once_for_each_number_of_threads(quick: None, monkeypat
     assert torch.equal(torch.get_rng_state(), state), "the caller's random numbers moved"
     assert all(seconds > 0 for way in measured for seconds in way)
     assert [math.isfinite(seconds) for seconds in measured.native] == [True, False, False]
-    monkeypatch.setattr(linears, "_timed", lambda _: "again")
+    monkeypatch.setattr(linears, "_timed", lambda *_: "again")
     assert timed(SHAPE, 1) is measured
-    assert timed(SHAPE, 2) == "again"
+    assert timed(SHAPE, 2) == timed(SHAPE, 1, 1 << 10) == "again"
 
 
 def test_the_shapes_with_the_most_weights_are_timed(monkeypatch: pytest.MonkeyPatch):
     asked = []
     monkeypatch.setattr(linears, "NUM_SHAPES", 2)
     monkeypatch.setattr(linears, "MIN_ELEMENTS", 1)
-    monkeypatch.setattr(linears, "timed", lambda shape, _: asked.append(shape[:2]) or Times((1, 1, 1), (1, 1, 1), NEVER))
+    monkeypatch.setattr(linears, "timed", lambda shape, *_: asked.append(shape[:2]) or Times((1, 1, 1), (1, 1, 1), NEVER))
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 9), *(nn.Linear(8, 4) for _ in range(3))).requires_grad_(False)
     assert choose_linears(model) == {"4x8 float32": "rows first", "9x8 float32": "rows first"}
     assert asked == [(4, 8), (9, 8)]
