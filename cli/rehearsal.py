@@ -28,7 +28,7 @@ from ..models.llm.hf_target import HFTarget
 from ..models.machine import is_for_users
 from ..train.batches import require_packing, target_reads, with_hidden_states
 from ..train.parallel import needs_whole_copy
-from ..train.setup import make_objective, validation_room
+from ..train.setup import check_shards, make_objective, validation_room
 from .config import DrafterRun
 from .samples import count_tokens, draw_batch
 
@@ -89,7 +89,7 @@ def rehearse(runs: Sequence[DrafterRun], labels: DistillConfig | Manifest, targe
     for run in waiting:
         with works_together(eager, run.drafter.kind):
             drafter = build_drafter(run.drafter.in_setting(run.settings[0]), eager)
-            rehearse_loss(run, drafter, examples, eager, accelerator, are_labelled=isinstance(labels, Manifest))
+            rehearse_loss(run, drafter, labels, examples, eager, accelerator)
             rehearse_decoding(drafter, examples, eager)
         contexts += [] if drafter.context_length is None else [drafter.context_length]
     eager.release_cache()
@@ -122,27 +122,25 @@ def make_examples(labels: DistillConfig | Manifest, target: HFTarget) -> list[Di
 def rehearse_loss(
     run: DrafterRun,
     drafter: TrainableDrafter,
+    labels: DistillConfig | Manifest,
     examples: Sequence[DistilledExample],
     target: HFTarget,
     accelerator: Accelerator,
-    *,
-    are_labelled: bool,
 ) -> None:
-    """Compute one loss and its gradient, as in a training step.
-
-    With finished labels (`are_labelled`) the made texts don't show which states are stored: training checks that first.
-    """
+    """Compute one loss and its gradient, as in a training step."""
     config = replace(run.train, batch_size=len(examples), global_batch_size=None)
     validation_room(config, drafter, target)
     if drafter.wants_token_counts:
         drafter.choose_draft_vocabulary(count_tokens(examples, target.vocab_size))
     objective = make_objective(config, target)
     reads = target_reads(drafter, objective)
+    if isinstance(labels, Manifest):
+        check_shards(config, labels, reads, target)
     if reads.top and examples[0].top is None:
-        return  # the made texts have no top tokens: whether the finished labels have some, training checks first
+        return  # the made texts have no top tokens, while the finished labels have some
     batch = draw_batch(config, examples, reads).decoded()
     lacks_states = (reads.hidden_states and batch.hidden_states is None) or (bool(reads.layers) and batch.features is None)
-    if config.packing and lacks_states and not are_labelled:
+    if config.packing and lacks_states and not isinstance(labels, Manifest):
         require_packing(target)
     batch = with_hidden_states(batch, target, reads)
     drafter.train()

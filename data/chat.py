@@ -115,7 +115,7 @@ def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 class FailedTemplateError(ValueError):
-    """An error of a chat template, or its rejection of a conversation."""
+    """An error of a chat template, its rejection of a conversation, or a text that can't be used."""
 
 
 class UnboundedTemplateError(ValueError):
@@ -170,7 +170,10 @@ def _unbounded(bound: str, num_turns: int, name: str) -> UnboundedTemplateError:
 
 def _described(error: Exception) -> str:
     """Describe an error of a template: its own words, or those of Python with the error's type."""
-    text = f"{error!s:.200}"
+    try:
+        text = f"{error!s:.200}"
+    except RecursionError:  # of a value that a template nested deeply
+        return type(error).__name__
     return text if isinstance(error, TemplateError) else f"{type(error).__name__}: {text}"
 
 

@@ -114,6 +114,7 @@ def set_up(
     # 2. The texts of training, and those that are held out from it.
     reads = target_reads(drafter, objective)
     check_shards(config, manifest, reads, target)
+    log_recomputed(manifest, reads)
     room = validation_room(config, drafter, target)
     held_out = hold_out(shards_dir, manifest, config.validation_texts, seed=config.seed, max_prompt_tokens=room)
     stream = open_stream(config, shards_dir, manifest, held_out, reads, accelerator)
@@ -179,11 +180,10 @@ def make_objective(config: TrainConfig, target: HFTarget) -> Objective:
 
 
 def check_shards(config: TrainConfig, manifest: Manifest, reads: TargetReads, target: HFTarget) -> None:
-    """Raise ValueError if the shards lack the top tokens, or the target can't pack texts."""
+    """Raise ValueError if the shards lack the top tokens, or states of a target that can't pack texts."""
     manifest.require_top(reads)
     if config.mixes_teacher_and_labels:
         manifest.require_teacher_temperature()
-    log_recomputed(manifest, reads)
     if config.packing and manifest.stored(reads) != reads:
         require_packing(target)
 

@@ -188,7 +188,7 @@ def complete(records: Iterable[EvalRecord], out_of_memory: Iterable[OutOfMemory]
 
 
 def rows_of(records: Sequence[EvalRecord], info: RunInfo, facts: Facts) -> list[Row]:
-    """Build the rows of a run from its records, without those of methods that ran out of memory (`complete`)."""
+    """Build the rows of a run from its `complete` records."""
     return build_rows(records, judged(records, info.dtype, facts.audits, facts.unaudited), info, facts)
 
 

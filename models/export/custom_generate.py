@@ -63,9 +63,9 @@ def generate(
     `drafter_options` change how it drafts, such as `{"beam_width": 8}`. With
     `seed`, row r of a batch is sampled with seed + r. Its text is then the same alone or in a
     batch, and with any drafter or none. Without it, the seeds are drawn from `generator`, by
-    default from torch's global one. `fast_linears` uses packed copies of linear layers on a CPU,
-    where they are faster (see `packed_where_faster`). This rounds differently, and may need twice
-    the memory of the weights. The first such call of a process times the ways for half a second.
+    default from torch's global one. `fast_linears` computes linear layers on a CPU in faster
+    ways (see `packed_where_faster`). This rounds differently, and may need twice the memory of the
+    weights. The first such call of a process times the ways for a second or two.
 
     Raises ValueError for a drafter of a model with other sizes or another tokenizer, and for
     options that speculative decoding can't follow. Raises RuntimeError if the model is already

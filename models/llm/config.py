@@ -151,8 +151,9 @@ class TargetConfig:
     device."""
     fast_linears: bool = True
     """On a CPU, while decoding: compute the largest linear layers in the way that is fastest on this
-    machine, by a measurement of half a second at the run's start. The drafters and plain decoding get
-    the same choice. Packed copies may need the weights' memory a second time."""
+    machine, by a measurement of a second or two at the run's start. The drafters and plain decoding get
+    the same choice. Packed copies may need the weights' memory a second time. A single row may be
+    computed with PyTorch's oneDNN switched off, for all threads of the process."""
     device: str | None = None
     """For example `cuda:1`. None: the launcher's device, else the first accelerator, else the
     CPU."""

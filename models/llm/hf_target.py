@@ -83,7 +83,7 @@ class HFTarget(FrozenModel):
             self.linears = choose_linears(*self._with_linears, *drafters, recorded=recorded)
 
     def packed_where_faster(self, recorded: Mapping[str, str] | None = None) -> AbstractContextManager[dict[str, str]]:
-        """Read texts with packed copies of linear layers inside the block, where they are faster.
+        """Read texts in the fastest way that changes no weight inside the block.
 
         Gives the ways by shape. `recorded` are those of a run's first process, as in `choose_linears`.
         """

@@ -50,7 +50,7 @@ def main(
     suite: Annotated[list[str], typer.Option(help="NAME=PATH, may be repeated.")],
     output: Annotated[Path, typer.Option(help="The record, in JSON.")],
     dtype: str = "bfloat16",
-    limit: Annotated[int, typer.Option(help="Prompts of each suite.")] = 8,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts of each suite.")] = 8,
     most_tokens: Annotated[int, typer.Option(help="Longer prompts lose their beginning.")] = 512,
     max_new_tokens: int = 64,
     rounds: int = 3,

@@ -20,6 +20,7 @@ from outrider.models.drafters import parse_drafter
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.drafters.saved.folder import WEIGHTS_FILE
 from outrider.models.llm.hf_target import HFTarget
+from outrider.train import setup
 from outrider.train.config import TrainConfig
 
 from ..tiny_models import IDENTITY
@@ -186,9 +187,17 @@ def test_labels_and_drafters_of_an_earlier_run_are_not_rehearsed_again(options, 
     monkeypatch.setattr(rehearsal, "label_shard", None)
     target = target_of("Ministral3")
     (drafter,) = config.drafter_runs()
-    # Whether packing needs states of the target is a question of the finished labels, which training asks.
-    monkeypatch.setattr(rehearsal, "require_packing", lambda target: pytest.fail("asked of made texts"))
-    rehearse([replace(drafter, train=replace(drafter.train, packing=True))], labels, target, accelerator)
+    # Packed texts are read again only where the finished labels lack states.
+    packed = [replace(drafter, train=replace(drafter.train, packing=True))]
+
+    def refuse(target: HFTarget) -> None:
+        raise ValueError("packing refused")
+
+    for module in (rehearsal, setup):
+        monkeypatch.setattr(module, "require_packing", refuse)
+    rehearse(packed, replace(labels, features="last_hidden"), target, accelerator)
+    with pytest.raises(ValueError, match="packing refused"):
+        rehearse(packed, replace(labels, features="none"), target, accelerator)
     drafter.drafter_dir.mkdir()
     (drafter.drafter_dir / WEIGHTS_FILE).touch()
     monkeypatch.setattr(rehearsal, "make_examples", None)

@@ -34,6 +34,7 @@ FAILING = {
     "syntax": "{% for m in messages %}",
     "parentheses": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
     "its own error": "{{ raise_exception('no such roles') }}",
+    "nested value": "{% set n = namespace(x=[]) %}{% for i in range(5000) %}{% set n.x = [n.x] %}{% endfor %}{{ raise_exception(n.x) }}",
 }
 ENDLESS = {"loops": NESTED_LOOPS, "silent loops": SILENT_LOOPS, "macros": FORKING_MACRO, "power": "{{ 9 ** (10 ** 9) }}"}
 HUGE = {

@@ -87,6 +87,17 @@ def test_a_stalled_repeat_of_the_old_drafter_is_no_gain_in_speed(make_record: Ma
     assert found.speed == pytest.approx(1.0)
 
 
+def test_batches_of_other_sizes_are_other_units(make_record: MakeRecord):
+    records = [
+        make_record(prompt_id=str(prompt), method=method, batch_size=size, num_rows=size)
+        for size in (2, 4)
+        for prompt in range(size)
+        for method in "ab"
+    ]
+    (found,) = changes(records, {"s": ("a", "b")})
+    assert found.speed_high == pytest.approx(1.0), "one unit has no interval"
+
+
 def test_the_best_of_many_settings_is_no_gain_by_chance(make_record: MakeRecord):
     """With the same numbers, the interval of one setting of four is wider than that of one alone."""
     numbers = np.random.default_rng(0)
