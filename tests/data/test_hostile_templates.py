@@ -23,6 +23,7 @@ NESTED_LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% 
 SILENT_LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 FORKING_MACRO = "{% macro a(n) %}{% if n %}{{ a(n - 1) }}{{ a(n - 1) }}{% endif %}{% endmacro %}{{ a(60) }}"
 DOUBLING = "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
+NESTED_VALUE = "{% set n = namespace(x=[]) %}{% for i in range(5000) %}{% set n.x = [n.x] %}{% endfor %}"
 FAILING = {
     "division": "{{ 1 / 0 }}",
     "include": "{% include 'other' %}",
@@ -34,7 +35,7 @@ FAILING = {
     "syntax": "{% for m in messages %}",
     "parentheses": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
     "its own error": "{{ raise_exception('no such roles') }}",
-    "nested value": "{% set n = namespace(x=[]) %}{% for i in range(5000) %}{% set n.x = [n.x] %}{% endfor %}{{ raise_exception(n.x) }}",
+    "nested value": NESTED_VALUE + "{{ raise_exception(n.x) }}",
 }
 ENDLESS = {"loops": NESTED_LOOPS, "silent loops": SILENT_LOOPS, "macros": FORKING_MACRO, "power": "{{ 9 ** (10 ** 9) }}"}
 HUGE = {
