@@ -176,11 +176,8 @@ class Page:
         numbers = [f"{name} {next(row['num_turns'] for row in found if row['suite'] == name)}" for name in suites]
         settings = f"{found[0]['dtype']}, greedy, at most {found[0]['max_new_tokens']} tokens, {machine['num_threads']} threads"
         hardware = f"{machine['cpu']}, {machine['num_cpus']} cores, {device_name(machine)}"
-        slow = [row["method"] for row in found if row["suite"] == suites[0] and (row["speedup"] or 0.0) < 1]
         note = f"Tokens per step are those of {suites[0]}. Number of answers: {', '.join(numbers)}."
-        if slow:
-            note += f" Left out: {len(slow)} settings that are slower than plain decoding on {suites[0]}."
-        return f"{table([cells for name, cells in rows.items() if name not in slow])}\n\n{hardware}; {settings}. {note}"
+        return f"{table([*rows.values()])}\n\n{hardware}; {settings}. {note}"
 
     def engines(self) -> str:
         """Return the table of exports in running engines: what they accept, and what outrider accepts."""
