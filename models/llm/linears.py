@@ -6,14 +6,12 @@ for a draft tree. Four ways compute the same product:
 - rows first: `F.linear` on the weights as they are stored, [out, in];
 - columns first: `F.linear` on the same weights with the memory order of their transpose;
 - packed: a oneDNN kernel on a second copy of the weights, in a layout of its own;
-- native: `F.linear` without oneDNN, for one row. PyTorch's own product of a matrix and a vector reads
-  bfloat16 weights faster than oneDNN on some processors.
+- native: `F.linear` without oneDNN, for one row. In bfloat16 PyTorch's own kernel is faster on some processors.
 
 Which one is fastest depends on the processor, the number type, the matrix and the number of rows.
-So a stage that decodes times the ways, for the shapes with the most weights. Plain decoding and tree
-decoding use the same choice, which is first the fastest for plain decoding: otherwise a speedup
-would partly be that of a kernel. A run records its choice, because another process may measure
-otherwise, and the ways round differently. Training chooses nothing.
+So a stage that decodes times the ways, for the shapes with the most weights. Plain decoding and trees use
+the same choice, first the fastest for plain decoding: otherwise a speedup would partly be a kernel's. A run
+records it, because another process may measure otherwise, and the ways round differently. Training chooses nothing.
 """
 
 import logging
@@ -24,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -59,8 +57,7 @@ MAX_ELEMENTS = 1 << 22
 POOL_BYTES, MAX_POOL = 1 << 25, 16
 """Equal matrices that take turns, as the layers of a model do."""
 MAX_BETWEEN = 1 << 27
-"""Most bytes that are read before a sample, in place of the other weights of a pass: kernels differ most in how they
-read weights that are in no cache."""
+"""Most bytes that are read before a sample, as a pass reads its other weights: kernels differ most on weights in no cache."""
 SAMPLE_WORK = 1 << 25
 """Multiplications of one timed sample: at least one product, and at most one by each matrix."""
 
@@ -102,12 +99,9 @@ class Choice:
         return order if self.packed_from is None else f"{order}, packed from {self.packed_from} {most}"
 
 
-_PACKED = [(None, False), *((fewest, many) for fewest in PACKED_FROM for many in (False, True))]
-CHOICES = [
-    Choice(columns_first, *packed, native_row)
-    for columns_first, native_row in ((False, False), (True, False), (False, True))
-    for packed in _PACKED
-]
+_PACKED = [(None, False), *product(PACKED_FROM, (False, True))]
+_ONE_ROW: tuple[dict[str, bool], ...] = ({}, {"columns_first": True}, {"native_row": True})
+CHOICES = [Choice(packed_from=fewest, packs_many=many, **one_row) for one_row in _ONE_ROW for fewest, many in _PACKED]
 BY_NAME = {str(choice): choice for choice in CHOICES}
 """Every choice by its name in records."""
 
@@ -127,8 +121,7 @@ def choose(times: Times, *, in_place: bool = True) -> Choice:
     # 2. The packed copy serves draft trees, and one row and many rows too where it is faster.
     if not gains[1]:
         return Choice(columns_first, native_row=native_row)
-    fewest, second = PACKED_FROM
-    return Choice(columns_first, fewest if gains[0] else second, packs_many=gains[2], native_row=native_row)
+    return Choice(columns_first, PACKED_FROM[0 if gains[0] else 1], packs_many=gains[2], native_row=native_row)
 
 
 # --- timing
@@ -138,8 +131,8 @@ def choose(times: Times, *, in_place: bool = True) -> Choice:
 def timed(shape: Shape, num_threads: int, between: int = 0) -> Times:
     """Time the ways in turns; the fastest sample of each counts, because others were disturbed.
 
-    Before each sample `between` bytes are read, as a pass reads its other weights. A process times a shape once for each
-    number of threads and of these bytes. A clock that stands still makes all ways equal.
+    Before each sample `between` bytes are read. A process times a shape once for each number of threads and of bytes.
+    A clock that stands still makes all ways equal.
     """
     with torch.inference_mode():
         return _timed(shape, between)
