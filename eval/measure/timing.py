@@ -3,7 +3,7 @@
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +13,10 @@ from ...models.decoding.loop import generate
 from ...models.decoding.protocols import AcceptanceRule, Drafter, Target
 from ...models.decoding.sampling import RowSeeds
 from ...models.decoding.types import Step
-from ...models.decoding.window import RunCounts
 from ...models.llm.cuda_graphs import num_graphs
-from ...models.llm.weight_stream import StreamStats, WeightStream
+from ...models.llm.weight_stream import WeightStream
 from ...models.machine import synchronize
-from ...models.phases import PhaseSeconds
-from ..records.records import Runs, Streaming
+from ...models.phases import PhaseSeconds, RunCounts, StreamCounts
 
 Loop = Callable[..., Iterator[Step]]
 """A decode loop, with the parameters of `generate`."""
@@ -40,9 +38,9 @@ class Generation:
     """Processor seconds of all threads of the process, over prefill and decoding."""
     num_graphs: int
     """Graphs that were recorded or compiled meanwhile: their time isn't that of decoding."""
-    streaming: Streaming | None = None
+    streaming: StreamCounts | None = None
     """Counts of the weights that were read; None for a target that is in memory."""
-    runs: Runs | None = None
+    runs: RunCounts | None = None
     """Counts of the target's passes; None for a target without stages."""
 
     @property
@@ -147,8 +145,8 @@ def time_generation(
         decode_seconds=end - first_token,
         processor_seconds=processor_end - processor_start,
         num_graphs=num_graphs() - graphs_before,
-        streaming=None if source is None or before is None else _streaming(source.stats - before),
-        runs=None if counts is None or counts_before is None else Runs(**asdict(counts - counts_before)),
+        streaming=None if source is None or before is None else source.stats - before,
+        runs=None if counts is None or counts_before is None else counts - counts_before,
     )
 
 
@@ -161,7 +159,3 @@ def attempts_without_graphs(decode: Callable[[], Generation]) -> list[Generation
     while attempts[-1].num_graphs and len(attempts) < MAX_ATTEMPTS:
         attempts.append(decode())
     return attempts
-
-
-def _streaming(counts: StreamStats) -> Streaming:
-    return Streaming(**{field.name: getattr(counts, field.name) for field in fields(Streaming)})

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from ...data.files import atomic_write_bytes, naming_full_disk, parse_json, sha256_json
-from ...models.phases import PhaseSeconds
+from ...models.phases import PhaseSeconds, RunCounts, StreamCounts
 from .names import BASELINE as BASELINE
 
 logger = logging.getLogger(__name__)
@@ -28,44 +28,6 @@ Cell = tuple[str, float, int, str]
 """Suite, temperature, batch size and method: identifies a row of the table."""
 GroupKey = tuple[str, float, int]
 """Suite, temperature, batch size: methods are compared only within such a group."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Streaming:
-    """Counts of a target with a memory budget over a batch's decoding, prefill included.
-
-    Bytes that were read ahead count in the batch that was decoded when they arrived.
-    """
-
-    passes: int
-    bytes_read: int
-    """Bytes of weights read from the target's files."""
-    read_seconds: float
-    """Seconds of these reads; most run beside the pass."""
-    wait_seconds: float
-    """Seconds in which passes waited for weights, drafting in them included."""
-    drafts: int
-    """Draft passes during waits."""
-    draft_seconds: float
-    late_drafts: int
-    """Draft passes that took longer than the wait, and so delayed the target's pass."""
-    late_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Runs:
-    """Counts of the passes of a target in stages, over an answer's verify steps.
-
-    A run is a pass over some entries: draft tokens, and the last token of the text where no earlier
-    run has read it.
-    """
-
-    num_runs: int
-    num_entries: int
-    num_cancelled: int
-    """Runs that were cancelled before the last stage had read them. Runs that were under way when
-    the answer ended don't count."""
-    num_cancelled_entries: int
 
 
 ENDED, NO_DRAFT, FULL, IN_REACH, OUTSIDE, MISSED = ".-frvm"
@@ -165,9 +127,9 @@ class EvalRecord:
     pace: str | None
     """The pace of a merged drafter, or of a growing tree. With `expected` the trees depend on the
     clock, so the counts of steps and drafts vary from run to run, while the tokens don't."""
-    streaming: Streaming | None
+    streaming: StreamCounts | None
     """Counts of the weights that were read; None for a target that is in memory."""
-    runs: Runs | None
+    runs: RunCounts | None
     """Counts of the target's passes; None for a target without stages."""
     tree_tokens: Any = None
     drawn: Any = None

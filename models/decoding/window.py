@@ -37,7 +37,7 @@ run, its first stage reads the next. Each run first drops entries of the window,
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import NamedTuple
@@ -89,24 +89,6 @@ class PassAnswer:
     """The run's number."""
     output: TargetOutput | None
     """Output of the run's new entries, [1, entry, ...]; None if the run was cancelled."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunCounts:
-    """Counts of a target's runs so far, over all texts."""
-
-    num_runs: int = 0
-    num_entries: int = 0
-    """New entries of all runs."""
-    num_cancelled: int = 0
-    """Runs that were answered without an output."""
-    num_cancelled_entries: int = 0
-
-    def __add__(self, other: "RunCounts") -> "RunCounts":
-        return RunCounts(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
-
-    def __sub__(self, earlier: "RunCounts") -> "RunCounts":
-        return RunCounts(**{field.name: getattr(self, field.name) - getattr(earlier, field.name) for field in fields(self)})
 
 
 DEAD = -2

@@ -6,6 +6,7 @@ commit as its parent, or isn't made at all.
 """
 
 import glob
+import hashlib
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,6 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils.sha import git_hash
 
 from ...data.fields import first_of
 from ...data.files import replacing_directory, sha256_file
@@ -120,7 +120,8 @@ def _is_same(path: Path, remote: RepoFile) -> bool:
         return False
     if remote.lfs is not None:
         return sha256_file(path) == remote.lfs.sha256
-    return git_hash(path.read_bytes()) == remote.blob_id
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest() == remote.blob_id
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,40 +23,13 @@ import torch
 from torch import nn
 
 from ..decoding.protocols import Meanwhile
+from ..phases import StreamCounts
 from .memory_plan import NUM_SLOTS, MemoryPlan
 from .weight_reader import Loading, WeightReader, Weights
 
 ALIGNMENT = 64
 """Parameters begin at multiples of this number of bytes in a slot, as torch allocates tensors: so
 kernels compute the same as with resident weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamStats:
-    """Counts of a stream since its start. The difference of two counts the time between them."""
-
-    passes: int = 0
-    """Passes that began, in the order of the first unit that isn't resident."""
-    bytes_read: int = 0
-    """Bytes read from the files, those read in vain included."""
-    read_seconds: float = 0.0
-    """Seconds of these reads, which run beside the pass."""
-    wait_seconds: float = 0.0
-    """Seconds in which passes waited for weights, those of `meanwhile` included."""
-    drafts: int = 0
-    """Calls of `meanwhile` that did something."""
-    draft_seconds: float = 0.0
-    """Seconds in `meanwhile`."""
-    late_drafts: int = 0
-    """Calls of `meanwhile` that took longer than the wait."""
-    late_seconds: float = 0.0
-    """Seconds by which those calls delayed passes."""
-    restarts: int = 0
-    """Passes that began while the stream expected another unit: passes before them ended early."""
-
-    def __sub__(self, earlier: "StreamStats") -> "StreamStats":
-        """Return the counts since `earlier`."""
-        return StreamStats(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +99,7 @@ class WeightStream:
         self.meanwhile: Meanwhile | None = None
         """Work for the waits of the present pass (`during_waits`)."""
         self._reader, self._clock, self._process = reader, clock, os.getpid()
-        self._counts = StreamStats()
+        self._counts = StreamCounts()
         slot_bytes = max(unit.num_bytes for unit in units)
         with torch.inference_mode(False):
             self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(num_slots)]
@@ -143,7 +116,7 @@ class WeightStream:
         self._read_ahead(0)
 
     @property
-    def stats(self) -> StreamStats:
+    def stats(self) -> StreamCounts:
         """Counts since the stream's start, as a value."""
         return replace(self._counts, bytes_read=self._reader.bytes_read, read_seconds=self._reader.read_seconds)
 

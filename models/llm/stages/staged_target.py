@@ -19,7 +19,8 @@ from ....data.manifest import TargetIdentity
 from ...decoding.protocols import Meanwhile
 from ...decoding.tree import DraftTree, accepted_path, chain_tree, depths_of, empty_tree
 from ...decoding.types import NO_NODE, AcceptedPath, Prompts, TargetOutput
-from ...decoding.window import DraftRun, Keep, PassAnswer, RunCounts, run_numbers
+from ...decoding.window import DraftRun, Keep, PassAnswer, run_numbers
+from ...phases import RunCounts
 from ..frozen_model import context_length
 from ..hf_target import HFTarget
 from ..tree_cache import TreeCache

@@ -13,10 +13,10 @@ from outrider.eval.measure.timing import time_generation
 from outrider.models.decoding.acceptance import GreedyAcceptance
 from outrider.models.decoding.loop import generate
 from outrider.models.decoding.types import Step
-from outrider.models.decoding.window import RunCounts
 from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.saved.parts import parse_drafter_name
 from outrider.models.llm.hf_target import HFTarget
+from outrider.models.phases import RunCounts
 
 SETTINGS: list[dict[str, Any]] = [{"tree_nodes": 4}, {"tree_nodes": 8}]
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from outrider.eval.records.records import EvalRecord, RecordFile, Runs
-from outrider.models.phases import PhaseSeconds
+from outrider.eval.records.records import EvalRecord, RecordFile
+from outrider.models.phases import PhaseSeconds, RunCounts
 
 from ..conftest import MakeRecord
 
-RUNS = Runs(num_runs=2, num_entries=2, num_cancelled=0, num_cancelled_entries=0)
+RUNS = RunCounts(num_runs=2, num_entries=2)
 
 
 def write(path: Path, records: list[EvalRecord]) -> None:

@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from outrider.eval.records.records import Streaming
 from outrider.eval.records.run_files import BudgetFacts, Roofline
 from outrider.eval.results.notes import notes
 from outrider.eval.results.rows import Row
 from outrider.eval.results.tables import cells, csv_table, markdown
+from outrider.models.phases import StreamCounts
 
 from ..conftest import MakeRecord, info_of, printed, rows_of
 
 ROOFLINE = Roofline(weight_bytes=2 * 10**9, bandwidth_gbs=0.5, cache_bytes=None, streamed=True)
 BUDGET = BudgetFacts(plan="36 layers: 7 stay, 29 stream (9.10 GiB a pass); 3.93 of 4.00 GiB", read_gbs=1.5, peak_bytes=5 << 30)
-COUNTS = Streaming(
+COUNTS = StreamCounts(
     passes=3,
     bytes_read=6 * 10**9,
     read_seconds=4.0,
@@ -27,7 +27,7 @@ COUNTS = Streaming(
 )
 
 
-def rows_with(make_record: MakeRecord, streaming: Streaming | None, **options: Any) -> list[Row]:
+def rows_with(make_record: MakeRecord, streaming: StreamCounts | None, **options: Any) -> list[Row]:
     drafted: dict[str, Any] = {"method": "redrafter", "accepted_histogram": [0, 1], "prefill_seconds": 0.1, **options}
     counts = None if streaming is None else replace(streaming, bytes_read=3 * 10**9)
     records = [make_record(streaming=counts and replace(counts, late_seconds=0.0)), make_record(streaming=streaming, **drafted)]

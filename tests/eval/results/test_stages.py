@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from outrider.eval.records.records import Runs
 from outrider.eval.results.notes import notes
 from outrider.eval.results.rows import Row
 from outrider.eval.results.tables import cells, csv_table, markdown
+from outrider.models.phases import RunCounts
 
 from ..conftest import ROOFLINE, MakeRecord, info_of, printed, rows_of
 
-PLAIN = Runs(num_runs=2, num_entries=2, num_cancelled=0, num_cancelled_entries=0)
-COUNTS = Runs(num_runs=20, num_entries=50, num_cancelled=8, num_cancelled_entries=15)
+PLAIN = RunCounts(num_runs=2, num_entries=2)
+COUNTS = RunCounts(num_runs=20, num_entries=50, num_cancelled=8, num_cancelled_entries=15)
 
 
 def rows_with(make_record: MakeRecord, layers: list[int] | None) -> list[Row]:

@@ -17,7 +17,8 @@ from outrider.models.llm.hidden_states import DeepEnough
 from outrider.models.llm.memory_plan import MemoryPlan
 from outrider.models.llm.weight_files import StoredTensor
 from outrider.models.llm.weight_reader import Loading, WeightReader, Weights
-from outrider.models.llm.weight_stream import StreamedUnit, StreamStats, WeightStream
+from outrider.models.llm.weight_stream import StreamedUnit, WeightStream
+from outrider.models.phases import StreamCounts
 
 PLAN = MemoryPlan(units=(), budget_bytes=0, ends_bytes=0, cache_bytes=0, budget_tokens=9)
 CPU = torch.device("cpu")
@@ -263,7 +264,7 @@ def test_counts_are_values_whose_difference_is_the_time_between() -> None:
     model, stream = streamed(3, HandReader())
     before = stream.stats
     model(torch.ones(1))
-    assert stream.stats - before == StreamStats(passes=1, wait_seconds=stream.stats.wait_seconds)
+    assert stream.stats - before == StreamCounts(passes=1, wait_seconds=stream.stats.wait_seconds)
     assert before.passes == 0
 
 

@@ -10,12 +10,13 @@ import torch
 from outrider.models.decoding import Prompts, TargetOutput, chain_tree
 from outrider.models.decoding.tree import accepted_path
 from outrider.models.decoding.types import NO_NODE
-from outrider.models.decoding.window import DraftRun, Keep, PassAnswer, RunCounts, run_numbers
+from outrider.models.decoding.window import DraftRun, Keep, PassAnswer, run_numbers
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 from outrider.models.llm.stages.messages import Work
 from outrider.models.llm.stages.staged_target import StagedTarget
+from outrider.models.phases import RunCounts
 
 from .inline import InlineLink, in_stages
 
