@@ -14,7 +14,8 @@ from sphinx.pycode import ModuleAnalyzer
 from outrider.cli import describe
 from outrider.cli.commands import COMMANDS
 from outrider.cli.help import described, usage
-from outrider.data.forms import FORMS, ROLES, TURN_KEYS
+from outrider.data.forms import FORMS
+from outrider.data.turns import ROLES, TURN_KEYS
 
 CONF = Path(__file__).parents[2] / "conf"
 
