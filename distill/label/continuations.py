@@ -18,7 +18,6 @@ so each continuation is a sample from the target's distribution after its positi
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +34,8 @@ from ...models.llm.tree_attention import attention_kinds
 from ...models.machine import is_for_users
 from .branch_attention import BYPASSED, REMEDY, BranchCache, branch_attention, require_plain_scores
 from .features import TextFeatures
+from .next_tokens import greedy, logit_chunks, next_tokens
 from .sampled_labels import SampledLabels
-
-# Logits held at a time: the head's output [chunk, vocab] has about this many elements. An accelerator
-# reads the head for each chunk, 65 rows of 128,000 tokens with 2**23 elements; and it has the memory.
-LOGIT_ELEMENTS, ACCELERATOR_LOGIT_ELEMENTS = 2**23, 2**27
 
 # Largest relative errors of hidden states that rounding explains: in types of at least float32's
 # precision, and in narrower types.
@@ -199,7 +195,7 @@ def _decode_branches(
             # 3. Decode a token of all others in one pass, and fill in borrowed ones.
             if len(tokens):
                 states = _branch_hidden_states(target.model, branches, tokens, step)
-                tokens = _next_tokens(target.model, states, branches.rows, branches.positions + step + 1, sampled)
+                tokens = next_tokens(target.model, states, branches.rows, branches.positions + step + 1, sampled)
                 continuations[branches.rows, branches.positions, step] = tokens
                 num_branch_tokens += len(tokens)
             borrowed = continuations[:, 1:, step - 1]
@@ -226,7 +222,7 @@ def require_plain_labels(target: HFTarget) -> None:
     text = target.probe_ids[None]
     states, _ = _prefill(target, text, (), None)
     logits = target.model(text, use_cache=False).logits[0].float()
-    chosen = _greedy(target.model, states[0])
+    chosen = greedy(target.model, states[0])
     regret = ((logits.amax(-1) - logits.gather(1, chosen[:, None])[:, 0]) / logits.std(-1)).max().item()
     if not regret < (PROBE_TOLERANCE if target.is_precise else NARROW_PROBE_TOLERANCE):
         raise ValueError(
@@ -281,7 +277,7 @@ def _probe(target: HFTarget, num_tokens: int) -> None:
         plain_states = target.hidden_states(plain_text)[0][0, -1].float()
         logits = target.model(plain_text, use_cache=False).logits[0, -1].float()
         error = ((branch_states[index].float() - plain_states).norm() / plain_states.norm()).item()
-        regret = ((logits.max() - logits[_greedy(target.model, branch_states[index : index + 1])]) / logits.std()).item()
+        regret = ((logits.max() - logits[greedy(target.model, branch_states[index : index + 1])]) / logits.std()).item()
         if not max(error, regret) < tolerance:
             raise ValueError(
                 f"{type(target.model).__name__} decodes branches differently from plain texts (relative error {error:.2g} of "
@@ -316,7 +312,7 @@ def _first_tokens(
 ) -> Int[torch.Tensor, "batch seq"]:
     """Return the next token at the places `labelled`; UNKNOWN elsewhere."""
     states = hidden_states.flatten(0, 1)[labelled.index]
-    tokens = _next_tokens(target.model, states, labelled.rows, labelled.columns + 1, sampled)
+    tokens = next_tokens(target.model, states, labelled.rows, labelled.columns + 1, sampled)
     return torch.full_like(input_ids, UNKNOWN).flatten().index_copy_(0, labelled.index, tokens).view_as(input_ids)
 
 
@@ -362,32 +358,6 @@ def _branch_hidden_states(
     return hidden_states
 
 
-def _next_tokens(
-    model: PreTrainedModel,
-    hidden_states: Float[torch.Tensor, "position hidden"],
-    rows: Int[torch.Tensor, " position"],
-    columns: Int[torch.Tensor, " position"],
-    sampled: SampledLabels | None,
-) -> Int[torch.Tensor, " position"]:
-    """Choose the tokens at `columns` of the texts `rows`, given the hidden states before them."""
-    if sampled is None:
-        return _greedy(model, hidden_states)
-    chunks, first = [], 0
-    for logits in _logit_chunks(model, hidden_states):
-        taken = slice(first, first := first + len(logits))
-        chunks.append(sampled.choose(logits, sampled.uniforms[rows[taken], columns[taken]]))
-    return torch.cat(chunks)
-
-
-def _greedy(model: PreTrainedModel, hidden_states: Float[torch.Tensor, "position hidden"]) -> Int[torch.Tensor, " position"]:
-    """Return the most probable next token of each position, in chunks to save memory.
-
-    [position, vocab] never exists as a whole. Some models scale or soft-cap their logits; both are
-    monotonic, so the arg-max doesn't change.
-    """
-    return torch.cat([logits.argmax(-1) for logits in _logit_chunks(model, hidden_states)])
-
-
 def _top(
     model: PreTrainedModel,
     hidden_states: Float[torch.Tensor, "batch seq hidden"],
@@ -404,17 +374,7 @@ def _top(
     log_probs = torch.full(tokens.shape, -math.inf, device=device)
     if len(needed.index):
         states = hidden_states.flatten(0, 1)[needed.index]
-        chunks = [logits.float().log_softmax(-1).topk(top_k) for logits in _logit_chunks(model, states)]
+        chunks = [logits.float().log_softmax(-1).topk(top_k) for logits in logit_chunks(model, states)]
         log_probs[needed.index] = torch.cat([chunk.values for chunk in chunks])
         tokens[needed.index] = torch.cat([chunk.indices for chunk in chunks])
     return tokens.unflatten(0, shape), log_probs.unflatten(0, shape)
-
-
-def _logit_chunks(
-    model: PreTrainedModel, hidden_states: Float[torch.Tensor, "position hidden"]
-) -> Iterator[Float[torch.Tensor, "chunk vocab"]]:
-    """Yield the head's output, a chunk of positions at a time."""
-    head = model.get_output_embeddings()
-    elements = LOGIT_ELEMENTS if hidden_states.is_cpu else ACCELERATOR_LOGIT_ELEMENTS
-    chunk = max(1, elements // model.config.get_text_config().vocab_size)
-    return (head(states) for states in hidden_states.split(chunk))

@@ -29,7 +29,7 @@ from transformers import (
 
 from outrider.data.stdlib import Cuts, code_conversations
 from outrider.data.types import UNKNOWN
-from outrider.distill.label import branch_attention, continuations
+from outrider.distill.label import branch_attention, next_tokens
 from outrider.distill.label.branch_attention import BranchCache
 from outrider.distill.label.continuations import label_continuations, require_branch_attention, require_labels
 from outrider.models.llm.hf_target import HFTarget
@@ -201,7 +201,7 @@ def test_small_segments_chunked_heads_and_plain_operations_change_nothing(make_t
     labels, _, _ = label_continuations(target, input_ids, attention_mask, wanted, horizon=4)
     monkeypatch.setattr(branch_attention, "SEGMENT_QUERIES", 3)
     monkeypatch.setattr(branch_attention, "has_kernel", lambda query, value: False)
-    monkeypatch.setattr(continuations, "LOGIT_ELEMENTS", 7 * VOCAB)
+    monkeypatch.setattr(next_tokens, "LOGIT_ELEMENTS", 7 * VOCAB)
     again, _, _ = label_continuations(target, input_ids, attention_mask, wanted, horizon=4)
     assert torch.equal(labels, again)
 

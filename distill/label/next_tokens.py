@@ -1,0 +1,49 @@
+"""The target's next token after hidden states: the likeliest, or a sample of its place in the text."""
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float, Int
+from transformers import PreTrainedModel
+
+from .sampled_labels import SampledLabels
+
+# Logits held at a time: the head's output [chunk, vocab] has about this many elements. An accelerator
+# reads the head for each chunk, 65 rows of 128,000 tokens with 2**23 elements; and it has the memory.
+LOGIT_ELEMENTS, ACCELERATOR_LOGIT_ELEMENTS = 2**23, 2**27
+
+
+def next_tokens(
+    model: PreTrainedModel,
+    hidden_states: Float[torch.Tensor, "position hidden"],
+    rows: Int[torch.Tensor, " position"],
+    columns: Int[torch.Tensor, " position"],
+    sampled: SampledLabels | None,
+) -> Int[torch.Tensor, " position"]:
+    """Choose the tokens at `columns` of the texts `rows`, given the hidden states before them."""
+    if sampled is None:
+        return greedy(model, hidden_states)
+    chunks, first = [], 0
+    for logits in logit_chunks(model, hidden_states):
+        taken = slice(first, first := first + len(logits))
+        chunks.append(sampled.choose(logits, sampled.uniforms[rows[taken], columns[taken]]))
+    return torch.cat(chunks)
+
+
+def greedy(model: PreTrainedModel, hidden_states: Float[torch.Tensor, "position hidden"]) -> Int[torch.Tensor, " position"]:
+    """Return the most probable next token of each position, in chunks to save memory.
+
+    [position, vocab] never exists as a whole. Some models scale or soft-cap their logits; both are
+    monotonic, so the arg-max doesn't change.
+    """
+    return torch.cat([logits.argmax(-1) for logits in logit_chunks(model, hidden_states)])
+
+
+def logit_chunks(
+    model: PreTrainedModel, hidden_states: Float[torch.Tensor, "position hidden"]
+) -> Iterator[Float[torch.Tensor, "chunk vocab"]]:
+    """Yield the head's output, a chunk of positions at a time."""
+    head = model.get_output_embeddings()
+    elements = LOGIT_ELEMENTS if hidden_states.is_cpu else ACCELERATOR_LOGIT_ELEMENTS
+    chunk = max(1, elements // model.config.get_text_config().vocab_size)
+    return (head(states) for states in hidden_states.split(chunk))
