@@ -207,7 +207,7 @@ def test_with_everything_recorded_the_steps_are_those_of_nothing_recorded(target
 
     def figures(*pieces):
         for rows in (PROMPTS, PROMPTS[:1], PROMPTS):
-            seeds = {"generator": RowSeeds(range(len(rows))), "max_new_tokens": 12}
+            seeds = {"generator": RowSeeds(range(len(rows))), "max_new_tokens": 20}
             for step in generate(*pieces, [torch.tensor(row) for row in rows], **seeds):
                 yield step.rows, step.tokens, step.num_accepted
 
