@@ -7,8 +7,9 @@ checked, each function's first calls in a process, and then one call in several.
 
 import functools
 import inspect
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch
 FIRST, EVERY = 8, 512
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("cli", "data", "distill", "eval", "models", "train")
+NUMBERS: dict[str, Iterator[int]] = {}
+"""The number of each function's next call, by its name: a function inside another is made anew at each call of that."""
 
 
 def install() -> None:
@@ -60,15 +63,14 @@ def sometimes(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def sampled(plain: Callable[..., Any], make_checked: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
     """Return `plain` with checks in its first calls, and then in one call in several."""
-    calls = 0
+    numbers = NUMBERS.setdefault(f"{plain.__module__}.{plain.__qualname__}", itertools.count(1))
 
     @functools.wraps(plain)
     def call(*arguments: Any, **named: Any) -> Any:
-        nonlocal calls
         if torch.compiler.is_compiling():  # a changing number would be compiled anew at each call
             return plain(*arguments, **named)
-        calls += 1
-        if calls > FIRST and calls % EVERY:
+        number = next(numbers)
+        if number > FIRST and number % EVERY:
             return plain(*arguments, **named)
         return make_checked()(*arguments, **named)
 

@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -145,9 +145,10 @@ def of_tokens(output: Any, read: Hidden, change: Callable[[Hidden], Hidden]) -> 
 
 def find_mixers(model: nn.Module) -> list[Mixer]:
     """Return the mixers of a model or layer, in the order of its modules; empty if it has no recurrent layers."""
-    return [Mixer(module) for module in model.modules() if _is_mixer(type(module))]
+    return [Mixer(module) for module in model.modules() if _is_mixer(type(module))]  # type: ignore[arg-type]
 
 
+@cache
 def _is_mixer(kind: type) -> bool:
     try:
         source = inspect.getsource(inspect.unwrap(kind.forward))  # type: ignore[attr-defined]

@@ -133,7 +133,7 @@ ALONG_THE_TEXT: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_5_text", "olmo_hybrid"), LINEAR),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), EXPERTS | LINEAR),
     "kimi_linear": EXPERTS | LATENT | LINEAR | {"linear_head_dim": 8, "linear_num_heads": 4},
-    "zaya": {},
+    "zaya": {"num_experts": 4, "moe_intermediate_size": 24},
     "bailing_hybrid": EXPERTS | LATENT | LINEAR,
     "nemotron_h": {
         **EXPERTS,
@@ -223,8 +223,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "own code in transformers failed",
     ),
-    **dict.fromkeys(("inkling_text", "inkling2_text"), ({}, "layers of type hybrid_sliding")),
-    "deepseek_v4": (EXPERTS, "layers of type compressed_sparse_attention"),
+    **dict.fromkeys(("inkling_text", "inkling2_text"), (EXPERTS, "layers of type hybrid_sliding")),
+    "deepseek_v4": (EXPERTS | LATENT | INDEX, "layers of type compressed_sparse_attention"),
 }
 """Families that don't decode, and a part of the error."""
 

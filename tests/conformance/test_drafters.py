@@ -199,12 +199,12 @@ def train(target, batch, tmp_path_factory) -> Callable[[str], Trained]:
     return cache(lambda kind: train_one(kind, target, batch, tmp_path_factory.mktemp(kind)))
 
 
-def fit(drafter: TrainableDrafter, batch: DrafterBatch) -> None:
-    """Train a drafter on one batch, for STEPS steps."""
+def fit(drafter: TrainableDrafter, batch: DrafterBatch, num_steps: int = STEPS) -> None:
+    """Train a drafter on one batch."""
     optimizer = torch.optim.AdamW(
         [parameter for parameter in drafter.parameters() if parameter.requires_grad], lr=LEARNING_RATE
     )
-    for _ in range(STEPS):
+    for _ in range(num_steps):
         loss = drafter.loss(batch, Objective())
         optimizer.zero_grad()
         (loss.sums.sum() / loss.counts.sum()).backward()
@@ -223,12 +223,12 @@ def train_one(kind: str, target: HFTarget, batch: DrafterBatch, folder: Path) ->
     return Trained(drafter.to(target.dtype), folder, loss)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else []) for name in sorted({**OPTIONS, **FREE, **MERGED})
-    ],
-)
+NAMES = [
+    pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else []) for name in sorted({**OPTIONS, **FREE, **MERGED})
+]
+
+
+@pytest.fixture(scope="module", params=NAMES)
 def name(request) -> str:
     """Return a trainable kind, or the name of a training-free drafter or of a merge."""
     return request.param
@@ -236,6 +236,10 @@ def name(request) -> str:
 
 @pytest.fixture
 def drafter(name, train, target) -> Any:
+    return make_ready(name, train, target)
+
+
+def make_ready(name: str, train: Callable[[str], Trained], target: HFTarget) -> Any:
     """Return a training-free drafter, one trained on the memorised prompts, or a merge of both."""
     if name in MERGED:
         kind, added = ("draft_model", ()) if name == GROWING else ("redrafter", PARTS)
@@ -245,12 +249,13 @@ def drafter(name, train, target) -> Any:
     return load_drafter(name, target, **FREE[name]) if name in FREE else train(name).load(target)
 
 
-@pytest.fixture(params=[pytest.param("fresh", marks=pytest.mark.slow), "ready"])
-def either(request, name, target, batch) -> Any:
-    """Return a fresh drafter, mostly wrong, or the one of `drafter`."""
-    if request.param == "ready" or name in {**FREE, **MERGED}:
-        return request.getfixturevalue("drafter")
-    return make(name, target, batch)[0].to(target.dtype).eval()
+@pytest.fixture(params=[*NAMES, *(pytest.param(f"fresh {kind}", marks=pytest.mark.slow) for kind in sorted(OPTIONS))])
+def either(request, train, target, batch) -> Any:
+    """Return the drafter of `drafter`, or a fresh one, mostly wrong."""
+    fresh, _, name = request.param.rpartition(" ")
+    if fresh:
+        return make(name, target, batch)[0].to(target.dtype).eval()
+    return make_ready(name, train, target)
 
 
 # --- training
@@ -274,7 +279,7 @@ def test_a_drafter_reads_only_the_states_that_it_declares(kind, target, batch):
 
 
 def test_greedy_answers_are_plain_decodings(either, target, plain):
-    for order in ([0, 1, 2, 3, 4], [4, 0], [2]):
+    for order in ([0, 1, 2, 3, 4], [2]):
         assert answer(target, either, [PROMPTS[row] for row in order]).tokens == [plain[row] for row in order]
 
 

@@ -62,7 +62,7 @@ def test_the_change_is_saved_beside_the_whole_drafter_and_is_a_drafter_by_itself
     run_train: RunTrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path / "cache"))
-    base = run_train("base", steps=30)
+    base = run_train("base")
     before = weights(base.drafter_dir)
     run = low_rank_run(run_train, base, steps=10)
     after, alone = weights(run.drafter_dir), weights(resolve_drafter(run.drafter_dir / "low_rank"))
@@ -103,7 +103,7 @@ def test_a_share_of_the_change_is_saved_and_another_one_needs_no_training(
     run_train: RunTrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path / "cache"))
-    base = run_train("base", steps=30)
+    base = run_train("base")
     before, start = weights(base.drafter_dir), {"start_from": str(base.drafter_dir)}
     run = run_train("whole", replace_drafter=start, steps=10)
     after = weights(run.drafter_dir)

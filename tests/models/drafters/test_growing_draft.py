@@ -325,7 +325,7 @@ def test_a_draft_pass_that_does_not_fit_the_wait_is_not_begun(target, twin, wait
 @pytest.mark.slow
 def test_a_tree_grows_to_its_bound_and_no_further(target, twin, waits):
     """It must not fill the memory in a pass that takes minutes."""
-    plain, _ = decode(target, NullDrafter(), ONE, num_new=4)
+    plain, _ = decode(target, NullDrafter(), ONE, num_new=3)
     results = waits(200)
     drafter = steady(twin, tree_nodes=2000)
     capacities = set()
@@ -336,7 +336,7 @@ def test_a_tree_grows_to_its_bound_and_no_further(target, twin, waits):
         return grow_on(draft, seconds)
 
     drafter._grow_on = watched
-    answers, _ = decode(target, drafter, ONE, num_new=4)
+    answers, _ = decode(target, drafter, ONE, num_new=3)
     assert answers == plain
     assert results[0]
     assert not results[199]
