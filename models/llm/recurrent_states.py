@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -148,6 +148,7 @@ def find_mixers(model: nn.Module) -> list[Mixer]:
     return [Mixer(module) for module in model.modules() if _is_mixer(type(module))]
 
 
+@cache  # a model has many modules of few classes
 def _is_mixer(kind: type) -> bool:
     try:
         source = inspect.getsource(inspect.unwrap(kind.forward))  # type: ignore[attr-defined]
