@@ -233,9 +233,7 @@ def test_a_drafter_that_reads_the_wrong_layers_in_the_server_is_found(check: Any
     """Its text is right: only the count of accepted drafts shows the fault."""
     torch.manual_seed(0)
     options = {"kind": "eagle3", "depth": 4, "top_k": 1, "tree_nodes": 4}
-    right, moved = (
-        build_drafter(parse_drafter({**options, "feature_layers": layers}), target) for layers in ([1], [0])
-    )
+    right, moved = (build_drafter(parse_drafter({**options, "feature_layers": layers}), target) for layers in ([1], [0]))
     learn_answers(right, target)
     moved.load_state_dict(right.state_dict())
     found = []
