@@ -67,7 +67,7 @@ def test_a_launch_file_is_named_or_a_path(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_are_launched_by_name(tmp_path: Path) -> None:
     script = "from outrider.cli.main import main; main()"
-    arguments = ["run", "--launch", "cpu", "demo", "data.limit=6", "stages=[distill]", "num_threads=1"]
+    arguments = ["run", "--launch", "cpu", "demo", "data.limit=2", "data.max_length=64", "stages=[distill]", "num_threads=1"]
     result = subprocess.run(
         [sys.executable, "-c", script, *arguments],
         cwd=tmp_path,

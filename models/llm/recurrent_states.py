@@ -148,7 +148,7 @@ def find_mixers(model: nn.Module) -> list[Mixer]:
     return [Mixer(module) for module in model.modules() if _is_mixer(type(module))]  # type: ignore[arg-type]
 
 
-@cache
+@cache  # a model has many modules of few classes
 def _is_mixer(kind: type) -> bool:
     try:
         source = inspect.getsource(inspect.unwrap(kind.forward))  # type: ignore[attr-defined]
@@ -159,8 +159,8 @@ def _is_mixer(kind: type) -> bool:
 
 def _chunk(function: Any) -> int:
     """Return a function's default number of tokens in a chunk; 0 if it has none."""
-    parameter = inspect.signature(function).parameters.get("chunk_size")
-    return parameter.default if parameter is not None and isinstance(parameter.default, int) else 0
+    default = getattr(inspect.signature(function).parameters.get("chunk_size"), "default", None)
+    return default if isinstance(default, int) else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,7 @@ depths. Tokens per step of both, and of the head with random weights, are those 
 """
 
 import json
-import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,13 +19,14 @@ from report import finish
 from safetensors.torch import load_file, save_file
 
 from outrider.cli.compose import DEMO_TARGET
+from outrider.cli.main import run_command
+from outrider.data.shards import label_store
 from outrider.models.drafters import build_drafter, parse_drafter
 from outrider.models.drafters.mtp_weights import LAYOUTS, Head
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
 
 RECIPE = {"base": ["demo", "drafter=mtp_demo"], "drafter": {"init": "target"}}
-NO_EVALUATION = {"suites": [{"name": "stdlib", "limit": 1}], "max_new_tokens": 8, "baselines": [], "merge": []}
 
 
 def main(
@@ -47,11 +45,12 @@ def main(
     num_parameters = write_random_head(folder / "random")
     text: dict[str, Any] = {"distill": {"horizon": 2}, "train": {"labels": "text", "steps": min(steps, 450)}}
     text["data"] = {"limit": texts}
-    run(folder, "text", folder / "random", text | {"export": {"formats": ["mtp"]}})
+    run(folder, "text", folder / "random", text | {"stages": ["distill", "train", "export"], "export": {"formats": ["mtp"]}})
     target = folder / "text" / "export" / "mtp"
     # 2. The same head, trained on labels.
-    log = run(folder, "labels", target, {"data": {"limit": examples}, "train": {"learning_rate": 2e-3, "steps": steps}})
-    (num_labels,) = re.findall(r"labelled (\d+) positions", log)
+    training = {"stages": ["distill", "train"], "train": {"learning_rate": 2e-3, "steps": steps}}
+    run(folder, "labels", target, training | {"data": {"limit": examples}})
+    num_labels = label_store(folder / "labels" / "distill").load().num_labels
     # 3. All of them in one evaluation.
     drafters = {"random weights": folder / "own_random", "as in the checkpoint": folder / "own_text"}
     for drafter, source in zip(drafters.values(), (folder / "random", target), strict=True):
@@ -69,7 +68,7 @@ def main(
         }
         for head, row in zip(drafters, summary, strict=True)
     ]
-    finish(output, rows, options, labels=int(num_labels), parameters=num_parameters)
+    finish(output, rows, options, labels=num_labels, parameters=num_parameters)
 
 
 def write_random_head(folder: Path) -> int:
@@ -85,16 +84,15 @@ def write_random_head(folder: Path) -> int:
     return sum(parameter.numel() for parameter in drafter.parameters())
 
 
-def run(folder: Path, name: str, target: Path, options: dict[str, Any]) -> str:
-    """Run a recipe, and return what it logs."""
-    recipe = {**RECIPE, "name": name, "target": {"name_or_path": str(target)}, "eval": NO_EVALUATION, **options}
+def run(folder: Path, name: str, target: Path, options: dict[str, Any]) -> None:
+    """Run stages of a recipe."""
+    recipe = {**RECIPE, "name": name, "target": {"name_or_path": str(target)}, **options}
     (folder / f"{name}.yaml").write_text(json.dumps(recipe))  # JSON is YAML
-    return outrider("run", folder / f"{name}.yaml", f"output_dir={folder / name}")
+    outrider("run", folder / f"{name}.yaml", f"output_dir={folder / name}")
 
 
-def outrider(*arguments: object) -> str:
-    command = [sys.executable, "-m", "outrider.cli", *map(str, arguments)]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
+def outrider(*arguments: object) -> None:
+    run_command([*map(str, arguments)])
 
 
 if __name__ == "__main__":
