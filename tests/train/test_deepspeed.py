@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from ..conftest import REPOSITORY
+from ..forks import result_of
+from . import launched_train
 from .conftest import Run
-from .launching import CONFIG, DRAFTERS, IN_ONE_PROCESS, STEPS, launch, numbers, weights
+from .launching import CONFIG, DRAFTERS, IN_ONE_PROCESS, STEPS, numbers, weights, work_in_launched
 
 pytestmark = pytest.mark.slow
 
@@ -22,21 +25,22 @@ Adam's steps carry these on."""
 
 @pytest.fixture(scope="module")
 def launched(tiny_target_dir: Path, shards_dir: Path, once_per_run: Callable[..., Path]) -> Path:
-    """Run all training runs with DeepSpeed in two processes, each in its folder.
-
-    There is one launch, since most of its time is for imports.
-    """
+    """Run all training runs with DeepSpeed in one launch of two processes, each in its folder."""
     trainings: dict[str, Any] = {
         f"{zero}-{kind}": {"zero_stage": int(zero[-1]), "config": CONFIG, "drafter": DRAFTERS[kind]} for zero, kind in TRAININGS
     }
     for zero in ("zero3", "zero2"):
         trainings[f"{zero}-resumed"] = {**trainings[f"{zero}-medusa"], "from": f"{zero}-medusa", "at": 2}
         trainings[f"{zero}-bf16"] = {**trainings[f"{zero}-redrafter"], "mixed_precision": "bf16"}
-    file = ["--config_file", "conf/launch/one_node_zero.yaml"]
+    file = ["--config_file", str(REPOSITORY / "conf/launch/one_node_zero.yaml")]
     # The target is loaded with ZeRO-3, under which transformers would partition it.
     options = ["--zero_stage", "3", "--num_processes", "2", "--mixed_precision", "no"]
-    arguments = [*file, *options]
-    return once_per_run("deepspeed", lambda output: launch(arguments, tiny_target_dir, shards_dir, output, trainings))
+
+    def launch(output: Path) -> None:
+        values = (tiny_target_dir, shards_dir, output, trainings)
+        result_of(work_in_launched, [*file, *options], launched_train.main, *values)
+
+    return once_per_run("deepspeed", launch)
 
 
 @pytest.fixture(scope="module")
