@@ -8,6 +8,7 @@ A training run with "from" resumes from that run's checkpoint of step "at", as a
 "tensor_parallel" slices the target. From a run with "fsdp" on, all runs use FSDP2.
 """
 
+import gc
 import json
 import os
 import shutil
@@ -39,6 +40,7 @@ def relaunched(training: dict[str, Any]) -> Accelerator:
 def main(target_dir: Path, shards_dir: Path, output_dir: Path, trainings: dict[str, Any]) -> None:
     accelerator, way = make_accelerator(), None
     targets = {False: load_target(TargetConfig(name_or_path=str(target_dir), dtype="float32"), torch.device("cpu"))}
+    gc.freeze()  # every training collects garbage, and would walk the objects of imports
     for name, training in trainings.items():
         folder = output_dir / name
         before, way = way, (training.get("zero_stage"), training.get("mixed_precision"))
