@@ -20,6 +20,7 @@ CONTEXT.set_forkserver_preload(
         "outrider.distill.regenerate.run",
         "outrider.models.drafters.draft_model",
         "outrider.train.run",
+        "pytest",
     ]
 )
 
