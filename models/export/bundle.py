@@ -18,6 +18,8 @@ that imports all others.
 
 import ast
 import re
+from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import distributions, requires, version
 from pathlib import Path
 
@@ -81,8 +83,9 @@ HEADER = (
 )
 
 
-def custom_generate_files() -> dict[str, str]:
-    """Generate the text of each file of `custom_generate/`, by its name."""
+@cache
+def custom_generate_files() -> Mapping[str, str]:
+    """Generate the text of each file of `custom_generate/`, by its name, once for all packages of a process."""
     # 1. Copy the start module and all that it imports, under flat names.
     files = {"absent.py": ABSENT, "arrays.py": ARRAYS}
     release, to_visit = version("outrider"), [START]

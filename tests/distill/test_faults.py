@@ -1,10 +1,6 @@
 """Killed processes: nothing is lost, duplicated or recomputed, and no byte differs."""
 
-import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +12,8 @@ from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 
+from ..forks import result_of
+from . import killed_distill
 from .killed_distill import make
 from .label.test_run import contents, write_conversations
 
@@ -33,18 +31,8 @@ def target(tiny_target_dir: Path) -> HFTarget:
 def test_processes_killed_repeatedly_write_the_bytes_of_an_uninterrupted_run(target, tiny_target_dir, tmp_path):
     data = write_conversations(tmp_path / "chats.jsonl", NUM_CONVERSATIONS)
     seed = random.randrange(10**6)
-    script = Path(__file__).with_name("killed_distill.py")
-    command = [sys.executable, str(script), str(tiny_target_dir), str(data.path), str(tmp_path / "killed")]
-    output = subprocess.run(
-        [*command, str(NUM_SHARDS), str(NUM_KILLS), str(seed)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert output.returncode == 0, f"seed {seed}: {output.stderr[-2000:]}"
-    attempts = json.loads(output.stdout)
+    options = (tmp_path / f"killed-{seed}", NUM_SHARDS, NUM_KILLS, seed)
+    attempts = result_of(killed_distill.main, tiny_target_dir, data, *options, ACCELERATE_USE_CPU="true")
     assert len(attempts) == NUM_KILLS
     # On a fast machine an attempt may end before the signal.
     assert sum(attempt["killed"] for attempt in attempts) > NUM_KILLS - 3
@@ -52,7 +40,7 @@ def test_processes_killed_repeatedly_write_the_bytes_of_an_uninterrupted_run(tar
     assert all(attempt["kept"] for attempt in attempts)
     counts = [attempt["num_finished"] for attempt in attempts]
     assert counts == sorted(counts)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole, killed = tmp_path / "whole", options[0]
     manifest = make(target, data, whole, Accelerator(cpu=True))
     answers = answer_store(whole / "answers").load()
     assert counts[0] < len(answers.shards) < counts[-1], "the kills came in both parts"

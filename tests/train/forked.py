@@ -1,8 +1,6 @@
-"""Shared code of the scripts that launch and kill training runs: forked processes, FSDP2, and a drafter.
+"""Shared code of launched and killed runs: forked processes, FSDP2, and a drafter whose training uses random numbers."""
 
-Processes are forked from one with all slow imports. The drafter's training uses random numbers.
-"""
-
+import gc
 import os
 import signal
 import socket
@@ -45,6 +43,7 @@ def fork(processes: int, work: Callable[[], Any]) -> list[int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    gc.freeze()  # garbage collection in children skips the objects of imports
     pids = []
     for rank in range(processes):
         pid = os.fork()

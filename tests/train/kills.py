@@ -1,18 +1,7 @@
-"""Script of test_resume.py that kills trainings at given moments, and resumes them.
+"""Trainings of test_resume.py that are killed at given moments, and resumed."""
 
-python kills.py TARGET SHARDS OUTPUT 'JSON of TrainConfig' 'JSON of the drafter' WAY
-
-WAY is `one` (process), or zero2, zero3 or fsdp2 for two sharded processes. The processes are forked
-from one with all slow imports. When one is killed, the other one is killed too, as a launcher does.
-The script prints a JSON object: for each moment, the step of the last checkpoint after the kill, and
-the number of losses of the resumed run's first process.
-"""
-
-import gc
-import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +9,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from forked import DropoutDrafter, ends, fork, kill_on_call, with_fsdp2
 
 from outrider.models.drafters import DRAFTERS, parse_drafter
 from outrider.models.llm.config import TargetConfig
@@ -32,15 +20,12 @@ from outrider.train.checkpoint import Checkpoints, latest_checkpoint
 from outrider.train.config import TrainConfig
 from outrider.train.processes import make_accelerator
 
-TARGET, SHARDS, OUTPUT = map(Path, sys.argv[1:4])
-CONFIG, DRAFTER = TrainConfig(**json.loads(sys.argv[4])), json.loads(sys.argv[5])
-WAY = sys.argv[6]
-PROCESSES = 1 if WAY == "one" else 2
+from .forked import DropoutDrafter, ends, fork, kill_on_call, with_fsdp2
+
 LAUNCHER_SECONDS = 0.1
 """Time until the launcher kills the other process."""
 DEEPSPEED = {
     "ACCELERATE_USE_DEEPSPEED": "true",
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE": WAY[-1],
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
     "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
@@ -68,37 +53,38 @@ OF_TWO: dict[str, tuple[int, Callable[[], None]]] = {
 }
 
 
-def start(target: Any, name: str, prepare: Callable[[], None] = lambda: None, killed: int = -1) -> list[int]:
-    """Start the processes of a run, one of which prepares its own end."""
+def main(target_dir: Path, shards: Path, output: Path, options: Any, drafter: Any, way: str) -> dict[str, dict[str, int]]:
+    """Kill and resume trainings `one` way (in one process), or with zero2, zero3 or fsdp2 in two sharded processes.
 
-    def work() -> None:
-        rank = int(os.environ.get("RANK", "0"))
-        if rank == killed:
-            prepare()
-        if WAY.startswith("zero"):
-            os.environ.update(DEEPSPEED)
-        accelerator = Accelerator(cpu=True) if WAY == "one" else make_accelerator()
-        if WAY == "fsdp2":
-            accelerator = with_fsdp2(accelerator)
-        folder = OUTPUT / name
-        run_module.train(CONFIG, parse_drafter(DRAFTER), target, SHARDS, folder / "train", folder / "drafter", accelerator)
-        if rank == 0:
-            (OUTPUT / f"{name}.losses").write_text(str(DropoutDrafter.calls))
-
-    return fork(PROCESSES, work)
-
-
-def main() -> None:
-    torch.set_num_threads(1)  # a fork would lose a pool of threads
+    When one is killed, the other one is killed too, as a launcher does. Return for each moment the step of the last
+    checkpoint after the kill, and the number of losses of the resumed run's first process.
+    """
     DRAFTERS["dropout"] = DropoutDrafter
-    target = load_target(TargetConfig(name_or_path=str(TARGET), dtype="float32"), torch.device("cpu"))
-    if WAY.startswith("zero"):
-        import deepspeed  # noqa: F401 - once, before processes are forked
-    gc.freeze()  # garbage collection in children skips the objects of imports
-    assert ends(start(target, "unbroken")) == [0] * PROCESSES
+    num_processes, config, spec = 1 if way == "one" else 2, TrainConfig(**options), parse_drafter(drafter)
+    target = load_target(TargetConfig(name_or_path=str(target_dir), dtype="float32"), torch.device("cpu"))
+
+    def start(name: str, prepare: Callable[[], None] = lambda: None, killed: int = -1) -> list[int]:
+        """Start the processes of a run, one of which prepares its own end."""
+
+        def work() -> None:
+            rank = int(os.environ.get("RANK", "0"))
+            if rank == killed:
+                prepare()
+            if way.startswith("zero"):
+                os.environ.update(DEEPSPEED, ACCELERATE_DEEPSPEED_ZERO_STAGE=way[-1])
+            accelerator = Accelerator(cpu=True) if way == "one" else make_accelerator()
+            if way == "fsdp2":
+                accelerator = with_fsdp2(accelerator)
+            run_module.train(config, spec, target, shards, output / name / "train", output / name / "drafter", accelerator)
+            if rank == 0:
+                (output / f"{name}.losses").write_text(str(DropoutDrafter.calls))
+
+        return fork(num_processes, work)
+
+    assert ends(start("unbroken")) == [0] * num_processes
     report = {}
-    for name, (killed, prepare) in (OF_ONE if WAY == "one" else OF_TWO).items():
-        pids = start(target, name, prepare, killed)
+    for name, (killed, prepare) in (OF_ONE if way == "one" else OF_TWO).items():
+        pids = start(name, prepare, killed)
         status = os.waitstatus_to_exitcode(os.waitpid(pids.pop(killed), 0)[1])
         assert status == -signal.SIGKILL, f"{name}: the moment never came, exit code {status}"
         if pids:
@@ -106,11 +92,8 @@ def main() -> None:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         ends(pids)
-        last = latest_checkpoint(OUTPUT / name / "train" / "checkpoints")
-        assert ends(start(target, name)) == [0] * PROCESSES, name
-        losses = int((OUTPUT / f"{name}.losses").read_text())
+        last = latest_checkpoint(output / name / "train" / "checkpoints")
+        assert ends(start(name)) == [0] * num_processes, name
+        losses = int((output / f"{name}.losses").read_text())
         report[name] = {"checkpoint": int(last.name.removeprefix("step-")) if last else 0, "losses": losses}
-    sys.stdout.write("\n" + json.dumps(report))
-
-
-main()
+    return report

@@ -1,30 +1,29 @@
-"""Script of test_patience.py: two processes, of which the second is late for collectives.
-
-It prints a JSON object with the result of each collective of the first process, or the name of the
-error.
-"""
+"""Two processes of test_patience.py, of which the second is late for collectives."""
 
 import json
-import sys
 import time
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
-from forked import ends, fork
 
 from outrider.train import processes
 from outrider.train.processes import make_accelerator
 
+from .forked import ends, fork
+
 LIMIT_SECONDS, LATE_SECONDS = 0.5, 1.5
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def main(output: Path) -> Any:
+    """Return the result of each collective of the first process, or the name of its error."""
     processes.STEP_PATIENCE = timedelta(seconds=LIMIT_SECONDS)
-    assert ends(fork(2, meet)) == [0, 0]
+    assert ends(fork(2, lambda: meet(output))) == [0, 0]
+    return json.loads(output.read_text())
 
 
-def meet() -> None:
+def meet(output: Path) -> None:
     accelerator = make_accelerator()
     results = {}
 
@@ -45,7 +44,4 @@ def meet() -> None:
         patience.shorten()
         meet_late("after a step")
     if accelerator.is_main_process:
-        sys.stdout.write(json.dumps(results))
-
-
-main()
+        output.write_text(json.dumps(results))

@@ -1,24 +1,13 @@
-"""Script of test_resume.py: SIGTERM to two processes, and resuming with one.
+"""Processes of test_resume.py: SIGTERM to two, and resuming with one."""
 
-python other_processes.py TARGET SHARDS OUTPUT 'JSON of TrainConfig for two' 'JSON of TrainConfig
-for one' 'JSON of the drafter'
-
-SIGTERM comes while a checkpoint is written. The script prints a JSON object with the exit codes of
-the two processes and their checkpoints.
-"""
-
-import gc
-import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from forked import ends, fork
 
 from outrider.models.drafters import parse_drafter
 from outrider.models.llm.config import TargetConfig
@@ -27,17 +16,15 @@ from outrider.train import checkpoint as checkpoint_module
 from outrider.train.config import TrainConfig
 from outrider.train.run import train
 
-TARGET, SHARDS, OUTPUT = map(Path, sys.argv[1:4])
-FOR_TWO, FOR_ONE = (TrainConfig(**json.loads(text)) for text in sys.argv[4:6])
-DRAFTER = parse_drafter(json.loads(sys.argv[6]))
+from .forked import ends, fork
+
 WRITE_SECONDS = 0.5
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    target = load_target(TargetConfig(name_or_path=str(TARGET), dtype="float32"), torch.device("cpu"))
-    gc.freeze()
-    folders = (OUTPUT / "train", OUTPUT / "drafter")
+def main(target_dir: Path, shards: Path, output: Path, for_two: Any, for_one: Any, drafter: Any) -> tuple[list[int], list[str]]:
+    """Return the exit codes of the two processes, which get SIGTERM while a checkpoint is written, and their checkpoints."""
+    target = load_target(TargetConfig(name_or_path=str(target_dir), dtype="float32"), torch.device("cpu"))
+    folders, spec = (output / "train", output / "drafter"), parse_drafter(drafter)
     save = torch.save
 
     def save_slowly(value: Any, file: Any, **options: Any) -> None:
@@ -47,10 +34,10 @@ def main() -> None:
 
     def train_slowly() -> None:
         checkpoint_module.torch.save = save_slowly
-        train(FOR_TWO, DRAFTER, target, SHARDS, *folders, Accelerator())
+        train(TrainConfig(**for_two), spec, target, shards, *folders, Accelerator())
 
     pids = fork(2, train_slowly)
-    checkpoints = OUTPUT / "train" / "checkpoints"
+    checkpoints = output / "train" / "checkpoints"
     deadline = time.perf_counter() + 60
     while not (checkpoints / ".step-00000002.outrider-partial").exists():
         assert time.perf_counter() < deadline, "the training doesn't begin"
@@ -63,9 +50,6 @@ def main() -> None:
     os.kill(second, signal.SIGTERM)
     codes = [os.waitstatus_to_exitcode(status), *ends([second])]
     left = sorted(path.name for path in checkpoints.iterdir())
-    one = fork(1, lambda: train(FOR_ONE, DRAFTER, target, SHARDS, *folders, Accelerator(cpu=True)))
+    one = fork(1, lambda: train(TrainConfig(**for_one), spec, target, shards, *folders, Accelerator(cpu=True)))
     assert ends(one) == [0]
-    sys.stdout.write(json.dumps({"codes": codes, "left": left}))
-
-
-main()
+    return codes, left

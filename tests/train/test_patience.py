@@ -10,14 +10,15 @@ import torch
 from outrider.train import loop as loop_module
 from outrider.train.processes import RECORDED_COLLECTIVES, StepPatience, make_accelerator
 
+from ..forks import result_of
+from . import late_process
 from .conftest import Run
-from .test_resume import report_of
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
-def test_a_missing_process_ends_training_but_nothing_before_or_after() -> None:
-    assert report_of([str(Path(__file__).with_name("late_process.py"))]) == {
+def test_a_missing_process_ends_training_but_nothing_before_or_after(tmp_path: Path) -> None:
+    assert result_of(late_process.main, tmp_path / "results.json", ACCELERATE_USE_CPU="true") == {
         "before the first step": 2.0,
         "after the training": 2.0,
         "after a step": "RuntimeError",

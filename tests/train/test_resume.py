@@ -1,21 +1,17 @@
-"""Killed and resumed runs, in new processes, against an uninterrupted one."""
+"""Killed and resumed runs, in processes of their own, against an uninterrupted one."""
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from ..forks import result_of
+from . import kills, other_processes
 from .conftest import DRAFTER, TRAIN
 from .resumed import assert_same_records, assert_same_weights, records
 
-SCRIPTS = Path(__file__).parent
 CPU = torch.device("cpu")
 """Device of all runs here: they are forked, which is impossible after using a GPU. tests/gpu/
 resumes on a GPU."""
@@ -44,28 +40,14 @@ CHECKPOINTS_OF_TWO = {
 }
 
 
-def launch(command: list[str], timeout_seconds: float = 500) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    result = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=timeout_seconds, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def report_of(command: list[str]) -> Any:
-    """Read the last line that a script prints; libraries print before it."""
-    return json.loads(launch(command).splitlines()[-1])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["one", *(pytest.param(way, marks=pytest.mark.long) for way in ("zero2", "zero3", "fsdp2"))])
 def test_a_run_killed_at_any_moment_resumes_to_equal_bits(way, tiny_target_dir, shards_dir, tmp_path):
     if way.startswith("zero") and find_spec("deepspeed") is None:
         pytest.skip("deepspeed isn't installed: pip install 'outrider[deepspeed]'")
     config, checkpoints = (OF_ONE, CHECKPOINTS_OF_ONE) if way == "one" else (OF_TWO, CHECKPOINTS_OF_TWO)
-    folders = [str(SCRIPTS / "kills.py"), str(tiny_target_dir), str(shards_dir), str(tmp_path)]
-    report = report_of([*folders, json.dumps(config), json.dumps({**DRAFTER, "kind": "dropout"}), way])
+    options = (config, {**DRAFTER, "kind": "dropout"}, way)
+    report = result_of(kills.main, tiny_target_dir, shards_dir, tmp_path, *options, ACCELERATE_USE_CPU="true")
     assert report.keys() == checkpoints.keys()
     unbroken = tmp_path / "unbroken"
     expected = records(unbroken)
@@ -87,11 +69,10 @@ def test_a_run_killed_at_any_moment_resumes_to_equal_bits(way, tiny_target_dir, 
 def test_sigterm_waits_for_the_write_and_one_process_resumes_for_two(tiny_target_dir, shards_dir, tmp_path, run_train):
     base = {**TRAIN, "steps": 8}
     for_two, for_one = ({**base, "batch_size": size, "global_batch_size": 8} for size in (2, 4))
-    folders = [str(tiny_target_dir), str(shards_dir), str(tmp_path / "both")]
-    script = str(SCRIPTS / "other_processes.py")
-    report = report_of([script, *folders, *map(json.dumps, (for_two, for_one, DRAFTER))])
-    assert report["codes"] == [143, 143]
-    steps = [int(name.removeprefix("step-")) for name in report["left"]]
+    folders = (tiny_target_dir, shards_dir, tmp_path / "both")
+    codes, left = result_of(other_processes.main, *folders, for_two, for_one, DRAFTER, ACCELERATE_USE_CPU="true")
+    assert codes == [143, 143]
+    steps = [int(name.removeprefix("step-")) for name in left]
     assert len(steps) == 2
     assert 2 <= steps[-1] < 8, "nothing half-written is left, and the step of the signal is saved"
     run_train("one", **for_one)

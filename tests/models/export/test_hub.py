@@ -72,18 +72,16 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("public", [False, True])
-def test_a_pushed_folder_is_pulled_byte_for_byte(hub: Hub, folder: Path, tmp_path: Path, public: bool) -> None:
-    pushed = push(folder, REPO, public=public)
-    assert pushed.private == hub.repositories[REPO].private == (not public)
+def test_a_pushed_folder_is_pulled_byte_for_byte(hub: Hub, folder: Path, tmp_path: Path) -> None:
+    pushed = push(folder, REPO)
+    assert (pushed.private, hub.repositories[REPO].private) == (True, True)
     assert set(pushed.added) == content(folder).keys()
     # Weights go through the protocol for large files.
     assert list(hub.objects.values()) == [(folder / "model.safetensors").read_bytes()]
     assert pull(REPO, tmp_path / "pulled") == pushed.commit
     assert content(tmp_path / "pulled") == content(folder)
     # A second push of equal files commits nothing.
-    second = push(folder, REPO, public=public)
+    second = push(folder, REPO)
     assert (second.added, second.deleted, second.commit) == ([], [], pushed.commit)
     assert len(hub.repositories[REPO].commits) == 2, "the Hub's own and ours"
 
@@ -255,7 +253,8 @@ def test_a_pull_into_a_folder_with_files_is_an_error(hub, folder):
 
 
 def test_a_drafter_is_loaded_from_the_hub_without_its_code(hub, folder, tiny_target_dir):
-    push(folder, REPO, public=True)
+    pushed = push(folder, REPO, public=True)
+    assert (pushed.private, hub.repositories[REPO].private) == (False, False)
     hub.requests.clear()
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
     there, here = load_drafter(REPO, target, beam_width=2), load_drafter(folder, target)

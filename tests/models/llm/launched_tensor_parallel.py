@@ -1,14 +1,6 @@
-"""Script of the processes of test_tensor_parallel.py, each with a slice of the target.
-
-An error ends the processes.
-
-python launched_tensor_parallel.py TARGET DATA OUTPUT
-
-It writes answers/ and distill/ in OUTPUT and in OUTPUT/batch, and OUTPUT/report-RANK.json.
-"""
+"""Processes of test_tensor_parallel.py, each with a slice of the target."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +51,7 @@ def make(target: HFTarget, data: DataConfig, folder: Path, accelerator: Accelera
 
 
 def main(target_dir: Path, data: DataConfig, output: Path) -> None:
+    """Write answers/ and distill/ in `output` and in its folder `batch`, and report-RANK.json."""
     accelerator = make_accelerator()
     rank = accelerator.process_index
     whole = load_target(TargetConfig(name_or_path=str(target_dir), device="cpu"))
@@ -81,7 +74,3 @@ def main(target_dir: Path, data: DataConfig, output: Path) -> None:
     }
     (output / f"report-{rank}.json").write_text(json.dumps(report))
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), DataConfig(**json.loads(sys.argv[2])), Path(sys.argv[3]))

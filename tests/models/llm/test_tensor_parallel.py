@@ -18,13 +18,14 @@ from outrider.models.llm import tensor_parallel
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
 
+from ...conftest import REPOSITORY
 from ...distill.regenerate.test_run import write_conversations
-from ...train.launching import launch_script
+from ...forks import result_of
+from ...train.launching import work_in_launched
+from . import launched_tensor_parallel
 from .launched_tensor_parallel import make
 
 pytestmark = pytest.mark.slow
-
-SCRIPT = Path(__file__).parent / "launched_tensor_parallel.py"
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +36,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
 @pytest.fixture(scope="module")
 def launched(tiny_target_dir: Path, data: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("slices")
-    folders = [str(tiny_target_dir), json.dumps(vars(data)), str(output)]
-    launch_script(["--config_file", "conf/launch/cpu.yaml", str(SCRIPT), *folders])
+    file = ["--config_file", str(REPOSITORY / "conf/launch/cpu.yaml")]
+    result_of(work_in_launched, file, launched_tensor_parallel.main, tiny_target_dir, data, output)
     return output
 
 

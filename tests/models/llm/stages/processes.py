@@ -1,10 +1,6 @@
-"""Processes of a target in stages: the test is the head, and forks of a small server are the stages.
-
-The server has imported torch and our modules, so a stage starts at once.
-"""
+"""Processes of a target in stages: the test is the head, and forks of a small server are the stages."""
 
 import faulthandler
-import multiprocessing
 import os
 import signal
 import socket
@@ -27,11 +23,10 @@ from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 
+from ....forks import CONTEXT
+
 PATIENCE = 60.0
 """Seconds until a process that should end counts as an orphan."""
-
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["outrider.models.llm.loading", "outrider.models.drafters.draft_model"])
 
 
 def free_port() -> int:

@@ -17,7 +17,7 @@ from outrider.models.llm.stages import exchange
 from outrider.models.llm.stages.exchange import MOST_FRAME_BYTES, Exchange, Message, is_loopback
 from outrider.models.llm.stages.messages import StageLost
 
-from .processes import CONTEXT
+from ....forks import CONTEXT
 
 LARGE = 3_000_000
 """Elements of a tensor that no socket's buffer takes at once."""
