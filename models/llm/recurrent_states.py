@@ -15,7 +15,7 @@ own code: see `Mixer`.
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -150,11 +150,10 @@ def find_mixers(model: nn.Module) -> list[Mixer]:
 
 @cache  # a model has many modules of few classes
 def _is_mixer(kind: type) -> bool:
-    try:
+    with suppress(AttributeError, TypeError, OSError):  # built in, or made by code
         source = inspect.getsource(inspect.unwrap(kind.forward))  # type: ignore[attr-defined]
-    except (AttributeError, TypeError, OSError):
-        return False  # built in, or made by code
-    return any(method in source for method in STATE_METHODS)
+        return any(method in source for method in STATE_METHODS)
+    return False
 
 
 def _chunk(function: Any) -> int:

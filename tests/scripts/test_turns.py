@@ -17,7 +17,7 @@ from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
 
-from ..models.llm.stages.processes import CONTEXT
+from ..forks import CONTEXT
 from ..tiny_models import save_tiny_target
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
