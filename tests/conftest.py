@@ -135,7 +135,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    text = Path(__file__).read_text()
+    text = (REPOSITORY / "LICENSE").read_text()  # a text that never changes
     tokenizer.train_from_iterator([text], trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False)
     fast.add_special_tokens({"additional_special_tokens": [USER, ASSISTANT]})

@@ -64,7 +64,7 @@ def quick_cases(collected: Iterable[pytest.Item], test: str) -> list[dict[str, A
 
 
 def kinds(cases: Iterable[dict[str, Any]]) -> set[str]:
-    names = [case.get("name", case.get("kind")) for case in cases]
+    names = [case.get("name", case.get("kind", case.get("either"))) for case in cases]
     return {OPTIONS.get(name, {}).get("kind", name) for name in names}
 
 

@@ -17,7 +17,6 @@ from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
 
-from ..forks import CONTEXT
 from ..tiny_models import save_tiny_target
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
@@ -106,12 +105,6 @@ def test_reads_from_the_disk_are_slowed(script: Any, tmp_path: Path) -> None:
         assert float(process.communicate("\n")[0]) > 0.7 * seconds
 
 
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a bench's processes begin with torch and outrider imported, which takes seconds of processor time for each."""
-    monkeypatch.setattr("multiprocessing.get_context", lambda _: CONTEXT)
-
-
 @contextlib.contextmanager
 def skipping_other_disks() -> Iterator[None]:
     try:
@@ -121,7 +114,6 @@ def skipping_other_disks() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked")
 def test_stages_in_processes_write_the_text_of_plain_decoding(script, tiny_target_dir, tmp_path, monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"):
         monkeypatch.setenv(name, "")  # the bench sets them for its processes; the test's end removes them
@@ -140,7 +132,6 @@ def test_stages_in_processes_write_the_text_of_plain_decoding(script, tiny_targe
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked")
 def test_a_target_on_the_disk_writes_the_text_of_accelerates_offload(script, tiny_tokenizer, tmp_path):
     options = {"num_hidden_layers": 12, "intermediate_size": 1024, "initializer_range": 0.2}  # a budget holds some layers
     target = save_tiny_target(tmp_path / "target", LlamaForCausalLM, LlamaConfig, tiny_tokenizer, **options)

@@ -198,12 +198,12 @@ class WrongForAll(GreedyAcceptance):
     """Decoder with a bug: the rows of a batch swap tokens, also in plain decoding."""
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
-        right = super().__call__(tree, output, generator=generator)
+        right, tokens = super().__call__(tree, output, generator=generator), output.logits[:, 0].argmax(-1)
         return Acceptance(
             path=torch.full_like(right.path, -1),
             num_accepted=torch.zeros_like(right.num_accepted),
             entry=torch.zeros_like(right.entry),
-            bonus_token=right.bonus_token if len(right.bonus_token) == 1 else right.bonus_token.flip(0),
+            bonus_token=tokens if len(tokens) == 1 else tokens.flip(0),
         )
 
 
