@@ -95,9 +95,6 @@ def _calls_of(value: Any) -> Sequence[Mapping[str, Any]] | None:
     return calls
 
 
-# --- turns
-
-
 def _parse_turn(turn: Any, notes: set[str]) -> Turn | str:
     if not isinstance(turn, dict):
         return "turn that is not an object"
@@ -151,5 +148,6 @@ def _has_parts(value: Any) -> bool:
 
 
 def parse_turns(turns: Any, notes: set[str]) -> list[Turn] | str:
+    """Parse a list of turns; return the first reason to drop the record, if there is one."""
     parsed = [_parse_turn(turn, notes) for turn in turns]
     return next((turn for turn in parsed if isinstance(turn, str)), None) or parsed  # type: ignore[return-value]

@@ -57,7 +57,7 @@ class StreamCounts(_Counts):
     """Draft passes that took longer than the wait, and so delayed the target's pass."""
     late_seconds: float = 0.0
     restarts: int = 0
-    """Passes that began while the stream expected another unit: passes before them ended early."""
+    """Passes that began while the stream expected another unit: passes before them ended early. Old records count none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ from outrider.eval.results import figures
 from .tiny_models import save_tiny_target
 
 torch.set_num_threads(1)
-# Each training has accelerate collect garbage twice, which took a tenth of the tests' time; no test needs the memory.
+# Each training has accelerate collect garbage twice: a tenth of the tests' time, and no test needs the memory.
 memory.gc = SimpleNamespace(collect=int)  # type: ignore[attr-defined]
 # No test reads what is left after a power cut.
 os.fsync = lambda descriptor: None
@@ -113,8 +113,7 @@ def collected(request: pytest.FixtureRequest) -> list[pytest.Item]:
 def pytest_collection_finish() -> None:
     """Freeze the objects of imports and collection, so that garbage collection skips them.
 
-    A training run collects garbage several times. Without this, each collection took longer than
-    all training steps.
+    A collection takes longer than a training of a tiny drafter.
     """
     gc.collect()
     gc.freeze()

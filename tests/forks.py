@@ -5,8 +5,10 @@ The test's own process can't be forked: it may have threads, or have used a GPU.
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ CONTEXT.set_forkserver_preload(
     ]
 )
 
+LONGEST_SECONDS = 500
+
 
 def result_of(work: Callable[..., Any], *arguments: Any, **environment: str) -> Any:
     """Return the result of a function of a module in a process of its own, with this environment besides ours."""
@@ -33,16 +37,19 @@ def result_of(work: Callable[..., Any], *arguments: Any, **environment: str) -> 
         process.start()
         far.close()
         try:
-            assert near.poll(300), "the process doesn't end"
-            return near.recv()
-        except EOFError:
-            raise AssertionError("the process ended with an error, which it has printed") from None
+            assert wait([near, process.sentinel], LONGEST_SECONDS), "the process doesn't end"
+            with suppress(EOFError):
+                if near.poll():
+                    return near.recv()
+            raise AssertionError("the process ended with an error, which it has printed")
         finally:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
             process.join()
 
 
 def _send_result(end: "Connection[Any, Any]", environment: dict[str, str], work: Callable[..., Any], arguments: Any) -> None:
+    os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)

@@ -138,7 +138,7 @@ class Figures(Speeds):
     late_draft_seconds: float | None
     """Seconds by which draft passes during waits delayed the target's passes, over all answers."""
     runs: dict[str, int] | None
-    """Counts of the target's passes (`Runs`), over all answers; None for a target without stages."""
+    """Counts of the target's passes (`RunCounts`), over all answers; None for a target without stages."""
     tokens_per_second: float | None
     """Throughput of the whole batch."""
     answer_tokens_per_second: float | None

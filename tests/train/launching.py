@@ -1,22 +1,19 @@
 """Shared code of tests with several processes: training runs, launches, and results."""
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from safetensors.torch import load_file
 
 from outrider.train.records import read_records
 
 from ..conftest import REPOSITORY
 from .conftest import DRAFTER, TRAIN
-from .forked import ends, fork
 
 STEPS = 4
 # Micro-batches with unequal numbers of labels, clipped gradients, a falling learning rate, and
@@ -43,16 +40,10 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 NUMBERS = ("loss", "grad_norm", "learning_rate", "positions_seen", "validation_loss", "validation_tokens_per_step")
 
 
-def work_in_launched(arguments: list[str], work: Callable[..., Any], *values: Any) -> None:
-    """Do the work in forked processes with the environment that `accelerate launch` with these arguments would give them.
-
-    They need not import torch once more. A function for `result_of`.
-    """
-    options, _, _ = _validate_launch_command(launch_command_parser().parse_args([*arguments, "train.py"]))
-    options.deepspeed_fields_from_accelerate_config = ""
-    os.environ.update(prepare_deepspeed_cmd_env(options)[1] if options.use_deepspeed else prepare_multi_gpu_env(options))
-    codes = ends(fork(options.num_processes, lambda: work(*values)))
-    assert codes == [0] * options.num_processes, codes
+def launch(arguments: list[str], target_dir: Path, shards_dir: Path, output: Path, trainings: dict[str, Any]) -> None:
+    """Run launched_train.py with `accelerate launch` and these arguments."""
+    folders = map(str, (target_dir, shards_dir, output))
+    launch_script([*arguments, "-m", "tests.train.launched_train", *folders, json.dumps(trainings)])
 
 
 def launch_script(arguments: list[str]) -> None:

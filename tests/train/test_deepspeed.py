@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from ..conftest import REPOSITORY
-from ..forks import result_of
-from . import launched_train
 from .conftest import Run
-from .launching import CONFIG, DRAFTERS, IN_ONE_PROCESS, STEPS, numbers, weights, work_in_launched
+from .launching import CONFIG, DRAFTERS, IN_ONE_PROCESS, STEPS, launch, numbers, weights
 
 pytestmark = pytest.mark.slow
 
@@ -32,15 +29,11 @@ def launched(tiny_target_dir: Path, shards_dir: Path, once_per_run: Callable[...
     for zero in ("zero3", "zero2"):
         trainings[f"{zero}-resumed"] = {**trainings[f"{zero}-redrafter"], "from": f"{zero}-redrafter", "at": 2}
         trainings[f"{zero}-bf16"] = {**trainings[f"{zero}-redrafter"], "mixed_precision": "bf16"}
-    file = ["--config_file", str(REPOSITORY / "conf/launch/one_node_zero.yaml")]
+    file = ["--config_file", "conf/launch/one_node_zero.yaml"]
     # The target is loaded with ZeRO-3, under which transformers would partition it.
     options = ["--zero_stage", "3", "--num_processes", "2", "--mixed_precision", "no"]
-
-    def launch(output: Path) -> None:
-        values = (tiny_target_dir, shards_dir, output, trainings)
-        result_of(work_in_launched, [*file, *options], launched_train.main, *values)
-
-    return once_per_run("deepspeed", launch)
+    arguments = [*file, *options]
+    return once_per_run("deepspeed", lambda output: launch(arguments, tiny_target_dir, shards_dir, output, trainings))
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Training with DDP or FSDP2 in two launched processes on a CPU, against one process."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.llm.hf_target import HFTarget
 
 from .conftest import Run, write_shards
-from .launching import CONFIG, DRAFTERS, IN_ONE_PROCESS, STEPS, launch_script, numbers, weights
+from .launching import CONFIG, DRAFTERS, IN_ONE_PROCESS, STEPS, launch, numbers, weights
 
 LOW_RANK = {"lora_rank": 2}
 KINDS = {
@@ -108,12 +107,8 @@ def launched(
     low_rank = {"config": {**CONFIG, **LOW_RANK}, "drafter": {"start_from": str(base_dir)}, "fsdp": False}
     trainings = {"low rank": {**low_rank, "tensor_parallel": False}, **trainings}
     trainings["fsdp resumed"] = {**trainings["fsdp medusa"], "from": "fsdp medusa", "at": 2}
-    command = ["--config_file", "conf/launch/cpu.yaml", "-m", "tests.train.launched_train"]
-
-    def launch(output: Path) -> None:
-        launch_script([*command, *map(str, (tiny_target_dir, shards_dir, output)), json.dumps(trainings)])
-
-    return once_per_run("processes", launch)
+    arguments = ["--config_file", "conf/launch/cpu.yaml"]
+    return once_per_run("processes", lambda output: launch(arguments, tiny_target_dir, shards_dir, output, trainings))
 
 
 @pytest.mark.slow

@@ -93,6 +93,7 @@ def test_a_sound_server_passes_against_the_target_here(check: Any, target: HFTar
     assert [line["passed"] for line in found["lines"]] == [True] * 5
     assert found["drafts"]["server"] == found["drafts"]["here"], "by depth and category"
     assert len(found["drafts"]["here"]["all"]["by_depth"]) == 4
+    assert found["drafts"]["here"]["all"]["by_depth"][0] > 0
     assert found["speeds"][0]["tokens_per_second"] > 0
 
 

@@ -250,4 +250,8 @@ def described(path: str, content: bytes) -> dict[str, Any]:
 
 
 def git_digest(content: bytes) -> str:
+    """Return what `git hash-object` prints."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+assert git_digest(b"") == "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391"

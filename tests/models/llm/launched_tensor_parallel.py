@@ -19,6 +19,8 @@ from outrider.models.llm.loading import load_target
 from outrider.train.batches import states_of_texts
 from outrider.train.processes import make_accelerator
 
+from ...train.forked import ends, fork
+
 CONFIG = DistillConfig(
     engine="decoder", max_new_tokens=12, horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128
 )
@@ -48,6 +50,11 @@ def make(target: HFTarget, data: DataConfig, folder: Path, accelerator: Accelera
     config = DistillConfig(**{**vars(CONFIG), "engine": engine})
     examples = regenerate(config, data, target, folder / "answers", accelerator)
     distill(config, data, target, folder / "distill", accelerator, examples=examples)
+
+
+def in_two_processes(*arguments: Any) -> list[int]:
+    """Return the exit codes of two processes that do `main`."""
+    return ends(fork(2, lambda: main(*arguments)))
 
 
 def main(target_dir: Path, data: DataConfig, output: Path) -> None:

@@ -1,4 +1,4 @@
-"""A target in slices over two launched processes, against the whole target."""
+"""A target in slices over two processes, against the whole target."""
 
 import json
 from pathlib import Path
@@ -18,12 +18,9 @@ from outrider.models.llm import tensor_parallel
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
 
-from ...conftest import REPOSITORY
 from ...distill.regenerate.test_run import write_conversations
 from ...forks import result_of
-from ...train.launching import work_in_launched
-from . import launched_tensor_parallel
-from .launched_tensor_parallel import make
+from .launched_tensor_parallel import in_two_processes, make
 
 pytestmark = pytest.mark.slow
 
@@ -36,8 +33,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
 @pytest.fixture(scope="module")
 def launched(tiny_target_dir: Path, data: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("slices")
-    file = ["--config_file", str(REPOSITORY / "conf/launch/cpu.yaml")]
-    result_of(work_in_launched, file, launched_tensor_parallel.main, tiny_target_dir, data, output)
+    assert result_of(in_two_processes, tiny_target_dir, data, output, ACCELERATE_USE_CPU="true") == [0, 0]
     return output
 
 
