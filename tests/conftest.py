@@ -1,5 +1,6 @@
 """Fixtures of all tests: tiny random models, so that every test runs offline on a CPU."""
 
+import copy
 import fcntl
 import gc
 import math
@@ -26,6 +27,7 @@ checked_calls.install()
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -33,15 +35,32 @@ from accelerate.utils import memory
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from outrider.cli import compose
 from outrider.eval.results import figures
 
 from .tiny_models import save_tiny_target
+
+
+def composed_once(packaged: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep what Hydra composes, which takes 60 ms: hundreds of tests compose a few recipes."""
+    kept: dict[str, Any] = {}
+
+    def once(layers: Any) -> Any:
+        key = repr((layers.packaged, layers.chosen))
+        if key not in kept:
+            kept[key] = packaged(layers)
+        return copy.deepcopy(kept[key])
+
+    return once
+
 
 torch.set_num_threads(1)
 # Each training has accelerate collect garbage twice: a tenth of the tests' time, and no test needs the memory.
 memory.gc = SimpleNamespace(collect=int)  # type: ignore[attr-defined]
 # No test reads what is left after a power cut.
 os.fsync = lambda descriptor: None
+
+compose.packaged = composed_once(compose.packaged)
 
 REPOSITORY = Path(__file__).parents[1]
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
