@@ -31,7 +31,7 @@ class _Counts:
         return self._joined(sub, earlier)
 
     def _joined(self, join: Callable[[Any, Any], Any], other: Self) -> Self:
-        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type] # only dataclasses are made of it
         return type(self)(**{name: join(getattr(self, name), getattr(other, name)) for name in names})
 
 
@@ -56,6 +56,7 @@ class StreamCounts(_Counts):
     late_drafts: int = 0
     """Draft passes that took longer than the wait, and so delayed the target's pass."""
     late_seconds: float = 0.0
+    """Seconds by which they delayed it."""
     restarts: int = 0
     """Passes that began while the stream expected another unit: passes before them ended early. Old records count none."""
 
@@ -70,6 +71,7 @@ class RunCounts(_Counts):
 
     num_runs: int = 0
     num_entries: int = 0
+    """New entries of all runs."""
     num_cancelled: int = 0
     """Runs that were cancelled before the last stage had read them. Runs that were under way when
     the answer ended don't count."""

@@ -27,6 +27,7 @@ CONTEXT.set_forkserver_preload(
 )
 
 LONGEST_SECONDS = 500
+"""The longest work kills a dozen trainings of two processes."""
 
 
 def result_of(work: Callable[..., Any], *arguments: Any, **environment: str) -> Any:

@@ -145,7 +145,7 @@ def of_tokens(output: Any, read: Hidden, change: Callable[[Hidden], Hidden]) -> 
 
 def find_mixers(model: nn.Module) -> list[Mixer]:
     """Return the mixers of a model or layer, in the order of its modules; empty if it has no recurrent layers."""
-    return [Mixer(module) for module in model.modules() if _is_mixer(type(module))]  # type: ignore[arg-type]
+    return [Mixer(module) for module in model.modules() if _is_mixer(type(module))]  # type: ignore[arg-type] # its hash
 
 
 @cache  # a model has many modules of few classes
