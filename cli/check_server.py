@@ -42,8 +42,8 @@ class CheckServerOptions(TargetOptions):
     drafter: str | None = None
     """The drafter that the server uses, to compare what is accepted; eval.settings has its form
     there, such as {depth: 4, top_k: 1, tree_nodes: 4} for a chain of four."""
-    limit: PositiveInt = 16
-    """Draw at most this many prompts of each suite."""
+    limit: PositiveInt | None = 16
+    """Draw at most this many prompts of each suite. null: all."""
     concurrency: Distinct[SmallCount] = field(default_factory=lambda: [1, 4, 16])
     """Measure the speed with so many requests at a time."""
     samples: NonNegativeInt = 256

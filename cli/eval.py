@@ -1,6 +1,7 @@
 """`outrider eval` and `outrider report`: measure the speedup of drafters, and write a page of tables."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -11,6 +12,7 @@ from rich.markup import escape
 
 from ..data.fields import OPTIONS, PositiveInt
 from ..eval.config import EvalConfig
+from .check_server import CheckServerOptions, check_server_command
 from .command_line import CommandLine
 from .options import BY_MACHINE, DrafterNames, TargetOptions, loaded_with, with_limit
 
@@ -28,6 +30,9 @@ class EvalOptions(TargetOptions):
     joined by +."""
     limit: PositiveInt | None = None
     """Draw at most this many prompts of each suite."""
+    engine: str | None = None
+    """Address of a running server (vLLM, llama.cpp) that uses the drafter: the table is of its own decoding, beside
+    outrider's. `outrider check-server URL` also measures samples, several requests at a time and a speedup."""
     tuned: bool = False
     """Use the settings that `outrider tune` chose on this machine."""
     output: Path = Path("outputs/eval")
@@ -47,6 +52,18 @@ class EvalOptions(TargetOptions):
     def __post_init__(self) -> None:
         if self.tuned and self.eval.settings != [{}]:
             raise ValueError("tuned takes the settings from `outrider tune`; remove eval.settings")
+        if self.engine is not None:
+            if self.tuned or self.launch is not None or len(self.drafter) > 1:
+                raise ValueError("engine asks a server with one drafter; give that one alone, and leave tuned and launch out")
+            self.of_server()
+
+    def of_server(self) -> CheckServerOptions:
+        """Return the options of `check-server` for this table. Raises ValueError for options that it doesn't use."""
+        assert self.engine is not None
+        output = self.output / "check-server.json"
+        same = {option.name: getattr(self, option.name) for option in fields(TargetOptions)}
+        same |= {"limit": self.limit, "eval": self.eval}
+        return CheckServerOptions(url=self.engine, drafter=self.drafter[0], concurrency=[1], samples=0, output=output, **same)
 
 
 def eval_command(options: EvalOptions, line: CommandLine) -> None:
@@ -55,6 +72,9 @@ def eval_command(options: EvalOptions, line: CommandLine) -> None:
     After an interruption, run the same command to resume. Exits with status 1 if an answer with a
     drafter differs from the target's own answer.
     """
+    if options.engine is not None:
+        check_server_command(options.of_server())
+        return
     from ..data.files import guarded
     from ..eval.run import evaluate
     from ..eval.tune.run import tuned_settings

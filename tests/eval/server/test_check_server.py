@@ -97,6 +97,23 @@ def test_a_sound_server_passes_against_the_target_here(check: Any, target: HFTar
     assert found["speeds"][0]["tokens_per_second"] > 0
 
 
+def test_eval_prints_the_table_of_a_server(check: Any, target: HFTarget, tiny_target_dir: Path, tmp_path: Path) -> None:
+    """`eval --engine` has the figures of `check-server`, under its own options."""
+    with serving(served(target, tree_nodes=4)) as server:
+        usual = ("--target", str(tiny_target_dir), "--suites", str(tmp_path / "short.jsonl"), "--max-new-tokens", "24")
+        drafts = ("--drafter", "prompt_lookup", "--settings", CHAIN, "--repeats", "1", "--output", str(tmp_path / "engine"))
+        _, expected = check(server.url, *drafts[:4])
+        result = invoke(["eval", "--engine", server.url, *usual, *drafts])
+        found = json.loads((tmp_path / "engine" / "check-server.json").read_text())
+        assert result.exit_code == 0, result.output
+        assert found["drafts"] == expected["drafts"]
+        assert "Accepted by depth" in result.output
+        result = invoke(["eval", "--engine", server.url, *usual, *drafts, "--temperatures", "1"])
+        assert "eval.temperatures" in result.output
+        result = invoke(["eval", "--engine", server.url, *usual, *drafts, "--drafter", "suffix"])
+    assert "one drafter" in result.output
+
+
 @pytest.mark.slow
 def test_another_server_is_the_reference_and_the_baseline(check, target, monkeypatch):
     monkeypatch.setattr(checks, "SAMPLED_TOKENS", 2)
@@ -186,11 +203,11 @@ def test_a_reference_of_nan_judges_nothing(check: Any, running: Served, monkeypa
     assert "not numbers (NaN), so they judge nothing" in result.output
 
 
-def test_one_wrong_token_in_100_is_found(check: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_one_wrong_token_in_200_is_found(check: Any, tiny_tokenizer: Any, tmp_path: Path) -> None:
     sharp = {"num_hidden_layers": 2, "initializer_range": 0.5}  # so that an arbitrary token is far from the best
     folder = save_tiny_target(tmp_path / "sharp", LlamaForCausalLM, LlamaConfig, tiny_tokenizer, **sharp)
     with serving(served(load(folder))) as server:
-        server.wrong_one_in = 100
+        server.wrong_one_in = 200
         result, found = check(server.url, "--max-new-tokens", "48", folder=folder)
     assert result.exit_code == 1
     assert "Few and far from the best: the server accepts drafts that it should reject" in found["verdict"]
