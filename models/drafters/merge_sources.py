@@ -10,7 +10,7 @@ of the merged tree, whichever source has proposed them.
 """
 
 from bisect import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -133,7 +133,7 @@ class MergeSources:
             for index, source in enumerate(self.parts)
         )
         texts = drafted.state.texts
-        for text, row, tokens in zip(texts, drafted.rows, accepted.tokens, strict=True):
+        for text, row, tokens in each_once(zip(texts, drafted.rows, accepted.tokens, strict=True)):
             text.walks = (*text.walks, (row, NO_NODE))
             text.follow(tokens, self.counts)
         return MergedState(
@@ -144,7 +144,7 @@ class MergeSources:
         """Return the state of these rows of the batch only."""
         return MergedState(
             sources=tuple(source.select(part, rows) for source, part in zip(self.parts, state.sources, strict=True)),
-            texts=tuple(replace(state.texts[row], counts={**state.texts[row].counts}) for row in rows),  # a row may be repeated
+            texts=tuple(state.texts[row] for row in rows),
             num_accepted=tuple(state.num_accepted[row] for row in rows),
             last_tokens=state.last_tokens and tuple(state.last_tokens[row] for row in rows),
         )
@@ -176,7 +176,7 @@ class MergeSources:
         generator: Randomness = None,
     ) -> MergedDraft:
         """Learn from the last tokens, and return what is left of the trees of growing models."""
-        for text, token in zip(state.texts, last_tokens, strict=True):
+        for text, token in each_once(zip(state.texts, last_tokens, strict=True)):
             text.follow([token], self.counts)
         draft = MergedDraft(
             state=state,
@@ -270,6 +270,15 @@ class MergeSources:
                 is_first = tree.children(tree.parents[node])[0] == node
                 bin_index = bisect(BIN_BOUNDS, score) + is_first * (1 + len(BIN_BOUNDS))
                 proposals.add(parent, tree.tokens[node], score, bin_index)
+
+
+def each_once(rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Yield rows, each beginning with its text, without the copies of the last one: they fill a batch up and share its text."""
+    before = None
+    for row in rows:
+        if row[0] is not before:
+            yield row
+        before = row[0]
 
 
 def odds_of_draws(generator: Randomness, row: int, candidates: Candidates, depth: int = 0) -> list[float] | None:

@@ -134,6 +134,8 @@ def test_every_training_free_drafter_is_tested_here():
 @torch.inference_mode()
 def test_selected_rows_continue_as_a_batch_of_these_rows_does(drafter, target):
     for rows in ([0, 2], [1, 2], [1, 2, 2]):
+        if len(rows) > 2 and isinstance(drafter, MergedDrafter):
+            continue  # copies share what it learns of their text, and here they go different ways
         part = start(target, drafter)
         part = replace(part, texts=tuple(part.texts[row] for row in rows), state=drafter.select(part.state, rows))
         part = run(target, drafter, part)
@@ -158,6 +160,18 @@ def test_copies_of_a_row_read_its_text_once(target):
     part = replace(part, texts=tuple(part.texts[row] for row in (1, 2, 2)), state=drafter.select(part.state, (1, 2, 2)))
     part = run(target, drafter, part)
     assert [tuple(store.text) for store in part.state.stores[:2]] == [text[:-1] for text in part.texts[:2]]
+
+
+@pytest.mark.parametrize("drafter", ["merged"], indirect=True)
+@torch.inference_mode()
+def test_copies_of_a_row_teach_a_merge_once(drafter, target):
+    learned = []
+    for rows in ([1, 2], [1, 2, 2]):
+        part = start(target, drafter)
+        part = replace(part, texts=tuple(part.texts[row] for row in rows), state=drafter.select(part.state, rows))
+        run(target, drafter, part)
+        learned.append({**drafter.merge.counts})
+    assert learned[0] == learned[1] != {}
 
 
 @pytest.mark.quick_cases(8)
