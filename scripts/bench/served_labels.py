@@ -8,8 +8,8 @@ the other way's turns, and share `--threads`. Seconds are those of a whole call.
 read to compare states, and else the choice of linear layers; `work_seconds` include neither.
 
 Labels and states are compared on answers that are equal in both ways. vLLM's way gives no labels of what follows a text.
-`states_differ` is a layer's largest difference over its largest value, of the layer where it is greatest; states are
-stored in bfloat16. In the record, `of_a_token` is the largest difference of a token's state over its length.
+`states_differ` is the largest difference of a token's state over its length, in any layer; states are stored in bfloat16.
+The record has it for each layer (`of_a_token`), and the largest difference over the layer's largest value (`largest`).
 """
 
 import json
@@ -139,7 +139,7 @@ def rows_of(ways: Sequence[Way], wall: Mapping[str, list[float]], found: Mapping
         ANSWERS: f"{found['equal_answers']} of {found['answers']}",
         LABELS: f"{found['equal_labels']} of {found['labels']}",
     }
-    differ = {LABELS: max((layer["largest"] for layer in found["states"].values()), default="-")}
+    differ = {LABELS: max((layer["of_a_token"] for layer in found["states"].values()), default="-")}
     rows, baseline = [], dict[str, list[float]]()
     for way in ways:
         seconds = {part: wall[f"{way.name} {part}"] for part in (ANSWERS, LABELS)}
