@@ -7,9 +7,10 @@ by the functions of `outrider run`, in a new folder. vLLM's servers (in the envi
 the other way's turns, and share `--threads`. Seconds are those of a whole call. With vLLM they include a text that is
 read to compare states, and else the choice of linear layers; `work_seconds` include neither.
 
-Labels and states are compared on answers that are equal in both ways. vLLM's way gives no labels of what follows a text.
-`states_differ` is the largest difference of a token's state over its length, in any layer; states are stored in bfloat16.
-The record has it for each layer (`of_a_token`), and the largest difference over the layer's largest value (`largest`).
+Labels are compared on answers that are equal in both ways. vLLM's way gives no labels of what follows a text.
+The states of these answers are compared before they are stored, in sixteen bits. `states_differ` is the largest difference
+over a layer's largest value; the record has it for each layer (`largest`), and the largest of a token's state over its own
+length (`of_a_token`).
 """
 
 import json
@@ -34,6 +35,7 @@ from outrider.data.suites import load_suite
 from outrider.data.types import UNKNOWN, DistilledExample, Example
 from outrider.distill.config import DistillConfig
 from outrider.distill.label.run import distill
+from outrider.distill.regenerate.engines.served_states import open_states
 from outrider.distill.regenerate.run import regenerate
 from outrider.models.drafters.fused_layers import default_feature_layers
 from outrider.models.llm.config import TargetConfig
@@ -83,7 +85,8 @@ def main(
         calls = {f"{way.name} {part}": getattr(way, part) for way in ways for part in (ANSWERS, LABELS)}
         seconds = take_turns(calls, rounds=rounds, device=loaded.device)
         wall = {name: each.wall for name, each in seconds.items()}
-        found = compared(*(way.examples() for way in ways))
+        found, equal = compared(*(way.examples() for way in ways))
+        found["states"] = states_differ(served, loaded, equal)
     tokens = {way.name: sum(int(example.loss_mask.sum()) for example in way.answered) for way in ways}
     finish(output, rows_of(ways, wall, found), options, device=loaded.device, layers=layers, answer_tokens=tokens, **found)
 
@@ -139,7 +142,7 @@ def rows_of(ways: Sequence[Way], wall: Mapping[str, list[float]], found: Mapping
         ANSWERS: f"{found['equal_answers']} of {found['answers']}",
         LABELS: f"{found['equal_labels']} of {found['labels']}",
     }
-    differ = {LABELS: max((layer["of_a_token"] for layer in found["states"].values()), default="-")}
+    differ = {LABELS: max((layer["largest"] for layer in found["states"].values()), default="-")}
     rows, baseline = [], dict[str, list[float]]()
     for way in ways:
         seconds = {part: wall[f"{way.name} {part}"] for part in (ANSWERS, LABELS)}
@@ -164,8 +167,10 @@ def rows_of(ways: Sequence[Way], wall: Mapping[str, list[float]], found: Mapping
     return rows
 
 
-def compared(ours: Mapping[str, DistilledExample], theirs: Mapping[str, DistilledExample]) -> dict[str, Any]:
-    """Count equal answers; on these, count labels, and measure how much states differ.
+def compared(
+    ours: Mapping[str, DistilledExample], theirs: Mapping[str, DistilledExample]
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Count equal answers, and labels on these; return the counts, and the texts of these answers.
 
     `given_labels` are those of `theirs`: a label ends with the text, and where the target disagrees with the text.
     """
@@ -173,23 +178,28 @@ def compared(ours: Mapping[str, DistilledExample], theirs: Mapping[str, Distille
     equal = [(mine, other) for mine, other in pairs if torch.equal(mine.example.input_ids, other.example.input_ids)]
     found = {"answers": len(ours), "equal_answers": len(equal), "labels": 0, "given_labels": 0, "equal_labels": 0}
     if not equal:
-        return {**found, "states": {}}
+        return found, []
     here, there = (torch.cat([example.continuations for example in examples]) for examples in zip(*equal, strict=True))
     known = there != UNKNOWN
     found["labels"], found["given_labels"] = int((here != UNKNOWN).sum()), int(known.sum())
     found["equal_labels"] = int((known & (here == there)).sum())
-    states = [(states_of(mine), states_of(other)) for mine, other in equal]
-    layers = {
-        name: difference(*(torch.cat([one[name] for one in side]) for side in zip(*states, strict=True)))
-        for name in states[0][0]
-    }
-    return {**found, "states": layers}
+    return found, [mine.example.input_ids for mine, _ in equal]
 
 
-def states_of(example: DistilledExample) -> dict[str, torch.Tensor]:
-    """Return the stored states by name."""
-    named = {"last": example.hidden_states, **{str(layer): states for layer, states in example.layers.items()}}
-    return {name: states.decode().float() for name, states in named.items() if states is not None}
+def states_differ(config: DistillConfig, target: HFTarget, texts: Sequence[torch.Tensor]) -> dict[str, dict[str, float]]:
+    """Return how much the servers' states of texts differ from the target's here, by layer."""
+    sides = list[tuple[torch.Tensor, torch.Tensor]]()
+    with ExitStack() as stack, torch.inference_mode():
+        served = open_states(config, target, stack)
+        names = ["last", *map(str, served.layers)]
+        for text in texts:
+            last, inputs = target.hidden_states(text[None].long(), served.layers)
+            there, layers = served.read([text])
+            sides.append((torch.cat([last, inputs], dim=-1)[0], torch.cat([there, *layers.values()], dim=-1)[0]))
+    if not sides:
+        return {}
+    ours, theirs = (torch.cat(side).float().chunk(len(names), dim=-1) for side in zip(*sides, strict=True))
+    return {name: difference(*pair) for name, *pair in zip(names, ours, theirs, strict=True)}
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, float]:

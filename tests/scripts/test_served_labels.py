@@ -17,7 +17,6 @@ import torch
 
 pytest.importorskip("openai")  # pip install 'outrider[openai]'
 
-from outrider.data.states import StoredStates
 from outrider.data.types import UNKNOWN, DistilledExample, Example
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
@@ -68,28 +67,28 @@ def test_two_servers_and_the_passes_here_give_the_same(bench, tiny_target_dir, t
     assert record["answers"] == record["equal_answers"] == 3
     assert record["labels"] >= record["given_labels"] == record["equal_labels"] > 0
     assert record["states"].keys() == {"last", *map(str, LAYERS)}
-    assert all(0 <= layer["largest"] < 0.01 for layer in record["states"].values())
+    assert all(0 <= layer["largest"] <= layer["of_a_token"] < 1e-5 for layer in record["states"].values())
 
 
-def example(tokens: list[int], labels: list[int], states: list[float]) -> DistilledExample:
+def example(tokens: list[int], labels: list[int]) -> DistilledExample:
     text = Example(id="a", input_ids=torch.tensor(tokens), loss_mask=torch.ones(len(tokens), dtype=torch.bool))
-    values = torch.tensor(states)[:, None] * torch.tensor([[3.0, 4.0]])
-    return DistilledExample(
-        example=text, continuations=torch.tensor(labels)[:, None], hidden_states=StoredStates(values=values)
-    )
+    return DistilledExample(example=text, continuations=torch.tensor(labels)[:, None])
 
 
 def test_only_equal_answers_are_compared_and_a_difference_is_found(bench: Any) -> None:
-    ours = example([1, 2, 3], [2, 3, UNKNOWN], [1.0, 10.0, 1.0])
+    ours = example([1, 2, 3], [2, 3, UNKNOWN])
     other = replace(ours, example=replace(ours.example, input_ids=torch.tensor([1, 2, 4])))
-    theirs = example([1, 2, 3], [2, UNKNOWN, UNKNOWN], [1.0, 10.0, 1.5])
-    found = bench.compared({"a": ours, "b": ours, "c": ours}, {"a": theirs, "b": other})
+    theirs = example([1, 2, 3], [2, UNKNOWN, UNKNOWN])
+    found, equal = bench.compared({"a": ours, "b": ours, "c": ours}, {"a": theirs, "b": other})
+    assert [text.tolist() for text in equal] == [[1, 2, 3]]
     assert (found["answers"], found["equal_answers"]) == (3, 1)
     assert (found["labels"], found["given_labels"], found["equal_labels"]) == (2, 1, 1)
-    assert found["states"] == {"last": {"largest": 2 / 40, "of_a_token": 0.5}}
     wrong = replace(theirs, continuations=theirs.continuations + 1)
-    assert bench.compared({"a": ours}, {"a": wrong})["equal_labels"] == 0
-    assert bench.compared({"a": ours}, {"a": other})["states"] == {}
+    assert bench.compared({"a": ours}, {"a": wrong})[0]["equal_labels"] == 0
+    assert bench.compared({"a": ours}, {"a": other})[1] == []
+    states = torch.tensor([1.0, 10.0, 1.0])[:, None] * torch.tensor([[3.0, 4.0]])
+    others = torch.tensor([1.0, 10.0, 1.5])[:, None] * torch.tensor([[3.0, 4.0]])
+    assert bench.difference(states, others) == {"largest": 2 / 40, "of_a_token": 0.5}
 
 
 def is_unlocked(path: Path) -> bool:
