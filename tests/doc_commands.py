@@ -37,7 +37,7 @@ ALLOWED = {
         "head",
         "ln",
     ),
-    *("sha256sum", "llama-server", "optimum-cli"),
+    *("sha256sum", "llama-server", "optimum-cli", "sed"),
 }
 """Programs of others, whose arguments aren't checked."""
 KEYWORDS = {"do", "else", "exec", "then"}

@@ -7,16 +7,29 @@ OUTRIDER_ENGINES_RECORD names. OUTRIDER_ENGINES_RUN names a folder that keeps th
 import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from outrider.data.chat import encode_prompt
 from outrider.data.suites import load_suite
+from outrider.eval.measure.methods import Method
+from outrider.eval.measure.timing import answers_of
+from outrider.eval.server.check import drafts_here
+from outrider.eval.server.client import DraftCounts
+from outrider.eval.server.questions import Question
+from outrider.models.decoding import GreedyAcceptance, generate
+from outrider.models.drafters import NullDrafter, load_drafter
 from outrider.models.drafters.saved.folder import read_drafter_config
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.loading import load_target
 
 from ..commands import invoke
+from . import openvino_models as openvino
 from .servers import CONVERTER, LLAMA_CPP, LLAMA_SERVER, VLLM_PYTHON, converted, llama_cpp, missing, vllm
 
 pytestmark = pytest.mark.engines
@@ -57,7 +70,7 @@ class Cell(NamedTuple):
         return f"{self.engine.split()[0]}-{self.drafter}-{self.format.split()[-1]}"
 
 
-VLLM, LLAMA = "vLLM 0.32.0", "llama.cpp b11434"
+VLLM, LLAMA, OPENVINO = "vLLM 0.32.0", "llama.cpp b11434", "OpenVINO GenAI 2026.4.1"
 PROPOSER = "none: a proposer"
 """In place of a format: vLLM loads the drafter's own folder by outrider's proposer."""
 CELLS = [
@@ -81,6 +94,11 @@ CELLS = [
     Cell(LLAMA, "dspark_reduced", "gguf", "draft-dspark"),
     Cell(LLAMA, "draft_model", "gguf", "draft-simple"),
 ]
+OPENVINO_CELLS = [
+    Cell(OPENVINO, "eagle3", "eagle3", "eagle3"),
+    Cell(OPENVINO, "reduced", "eagle3", "eagle3"),
+    Cell(OPENVINO, "draft_model", "transformers", "draft_model"),
+]
 CHAINS = [
     pytest.param(cell, length, marks=missing(VLLM_PYTHON if cell.engine == VLLM else LLAMA_SERVER), id=f"{cell}-{length}")
     for cell in CELLS
@@ -88,10 +106,11 @@ CHAINS = [
     if length == 4 or cell.method != "draft-dspark"
 ]
 """Chains of one token and of four. The slots of a DSpark see each other, so it drafts whole blocks, of four."""
+OncePerRun = Callable[[str, Callable[[Path], object]], Path]
 
 
 @pytest.fixture(scope="session")
-def run(once_per_run: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+def run(once_per_run: OncePerRun) -> Path:
     """The folder of a run that trained all drafters on the same labels."""
 
     def train(folder: Path) -> None:
@@ -169,6 +188,52 @@ def test_an_engine_accepts_what_outrider_accepts(
     assert len(same) == NUM_PROMPTS
     assert here["all"]["accepted"] > 0, "nothing is accepted, so nothing is compared"
     assert all(same.values()), {answer: (there[answer], here[answer]) for answer in same if not same[answer]}
+
+
+@pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.parametrize("cell", OPENVINO_CELLS, ids=str)
+@missing(openvino.PYTHON)
+def test_openvino_takes_the_steps_that_outrider_takes(
+    cell: Cell, length: int, run: Path, demo_target_dir: Path, tmp_path: Path, once_per_run: OncePerRun
+) -> None:
+    # 1. Export, and convert once for both lengths.
+    folder, is_eagle3 = run / "variants" / cell.drafter / "drafter", cell.format == "eagle3"
+    target = load_target(TargetConfig(name_or_path=str(demo_target_dir), dtype="float32"))
+    drafter = load_drafter(str(folder), target, **chain(folder, length))
+
+    def convert(output: Path) -> None:
+        exported = output / "exported"
+        result = invoke(["export", folder, "--target", demo_target_dir, "--to", cell.format, "--output", exported])
+        assert result.exit_code == 0, result.output
+        if is_eagle3:
+            openvino.add_map(exported)
+        made = openvino.converted(exported, output / "drafter")
+        if is_eagle3:
+            openvino.choose_layers(made, drafter.feature_layers)
+
+    there = once_per_run("openvino_target", lambda output: openvino.converted(demo_target_dir, output / "target"))
+    request: dict[str, Any] = {"target": str(there / "target")}
+    request |= {"draft": str(once_per_run(f"openvino_{cell.drafter}", convert) / "drafter"), "num_draft_tokens": length}
+
+    # 2. Answer there and here. The tokens of plain decoding are compared, and the steps with the drafter.
+    prompts = load_suite("stdlib", limit=NUM_PROMPTS).prompts
+    rows = [encode_prompt(prompt.messages(prompt.turns[0]), target.tokenizer)[0] for prompt in prompts]
+    questions = [Question(suite="stdlib", prompt=prompt, ids=row.tolist()) for prompt, row in zip(prompts, rows, strict=True)]
+    request |= {"prompts": [question.ids for question in questions]}
+    request |= {"max_new_tokens": MAX_NEW_TOKENS, "stop_ids": [*target.stop_ids]}
+    answers, steps = openvino.answers(tmp_path, request)
+    options: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "stop_ids": target.stop_ids}
+    plain = answers_of(generate(target, NullDrafter(), GreedyAcceptance(), rows, **options))
+    method = Method(name=cell.drafter, label=cell.drafter, drafter=drafter)
+    here = drafts_here(target, method, questions, MAX_NEW_TOKENS, length, lambda: None)
+
+    # 3. Compare.
+    ours = [count.steps for count in here]
+    total = asdict(reduce(DraftCounts.plus, here))
+    _record(cell, length, {"steps": sum(steps)}, total, text=answers == plain, same=steps == ours)
+    assert answers == plain
+    assert total["accepted"] > 0, "nothing is accepted, so nothing is compared"
+    assert steps == ours
 
 
 def _is_same(there: dict[str, Any], here: dict[str, Any], *, is_vllm: bool) -> bool:
