@@ -36,8 +36,8 @@ def missing(path: Path) -> pytest.MarkDecorator:
 
 
 @contextmanager
-def vllm(target: Path, method: str, drafter: Path, length: int, log: Path) -> Iterator[str]:
-    """Serve a target and a drafter with vLLM in float32; yield the address."""
+def vllm(target: Path, method: str, drafter: Path, length: int, log: Path, *, processes: int = 1) -> Iterator[str]:
+    """Serve a target and a drafter with vLLM in float32; `processes` divide the target. Yield the address."""
     model = PROPOSER if method == "custom_class" else str(drafter)
     speculative = json.dumps({"method": method, "model": model, "num_speculative_tokens": length})
     options = [
@@ -49,6 +49,8 @@ def vllm(target: Path, method: str, drafter: Path, length: int, log: Path) -> It
         "--max-num-seqs",
         "4",
         "--no-enable-prefix-caching",
+        "--tensor-parallel-size",
+        str(processes),
     ]
     options += ["--additional-config", json.dumps({"outrider_drafter": str(drafter)})]
     command = [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", target, *options]

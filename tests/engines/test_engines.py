@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,10 +67,12 @@ class Cell(NamedTuple):
     """The engine's name of such drafters."""
 
     def __str__(self) -> str:
-        return f"{self.engine.split()[0]}-{self.drafter}-{self.format.split()[-1]}"
+        return "-".join([*self.engine.split()[::2], self.drafter, self.format.split()[-1]])
 
 
 VLLM, LLAMA, OPENVINO = "vLLM 0.32.0", "llama.cpp b11434", "OpenVINO GenAI 2026.4.1"
+DIVIDED = f"{VLLM}, two processes"
+"""With tensor parallelism."""
 PROPOSER = "none: a proposer"
 """In place of a format: vLLM loads the drafter's own folder by outrider's proposer."""
 CELLS = [
@@ -87,6 +89,8 @@ CELLS = [
     Cell(VLLM, "block", PROPOSER, "custom_class"),
     Cell(VLLM, "block_reduced", PROPOSER, "custom_class"),
     Cell(VLLM, "block+suffix", PROPOSER, "custom_class"),
+    Cell(DIVIDED, "redrafter+suffix", PROPOSER, "custom_class"),
+    Cell(DIVIDED, "block_reduced", PROPOSER, "custom_class"),
     Cell(LLAMA, "eagle3", "gguf", "draft-eagle3"),
     Cell(LLAMA, "layers", "gguf", "draft-eagle3"),
     Cell(LLAMA, "reduced", "gguf", "draft-eagle3"),
@@ -100,10 +104,10 @@ OPENVINO_CELLS = [
     Cell(OPENVINO, "draft_model", "transformers", "draft_model"),
 ]
 CHAINS = [
-    pytest.param(cell, length, marks=missing(VLLM_PYTHON if cell.engine == VLLM else LLAMA_SERVER), id=f"{cell}-{length}")
+    pytest.param(cell, length, marks=missing(LLAMA_SERVER if cell.engine == LLAMA else VLLM_PYTHON), id=f"{cell}-{length}")
     for cell in CELLS
     for length in (1, 4)
-    if length == 4 or cell.method != "draft-dspark"
+    if length == 4 or (cell.method != "draft-dspark" and cell.engine != DIVIDED)
 ]
 """Chains of one token and of four. The slots of a DSpark see each other, so it drafts whole blocks, of four."""
 OncePerRun = Callable[[str, Callable[[Path], object]], Path]
@@ -152,7 +156,7 @@ def test_an_engine_accepts_what_outrider_accepts(
     cell: Cell, length: int, run: Path, prompts: Path, demo_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # 1. Export.
-    is_vllm = cell.engine == VLLM
+    is_vllm = cell.engine != LLAMA
     monkeypatch.setenv("OUTRIDER_LLAMA_CPP", str(LLAMA_CPP))
     trained, plus, lookup = cell.drafter.partition("+")
     folder, exported = run / "variants" / trained / "drafter", tmp_path / ("drafter" if is_vllm else "drafter.gguf")
@@ -167,7 +171,8 @@ def test_an_engine_accepts_what_outrider_accepts(
     # 2. Serve, and compare its answers with plain decoding: without tolerance, so every token is the most probable one.
     served = demo_target_dir if is_vllm else converted(demo_target_dir, run / "target.gguf")
     output = tmp_path / "check.json"
-    with (vllm if is_vllm else llama_cpp)(served, cell.method, exported, length, tmp_path / "log") as url:
+    served_by = partial(vllm, processes=1 + (cell.engine == DIVIDED)) if is_vllm else llama_cpp
+    with served_by(served, cell.method, exported, length, tmp_path / "log") as url:
         # A merge learns from text to text, so its texts must come in our order.
         checks = ["--suites", prompts, "--max-new-tokens", MAX_NEW_TOKENS, "--repeats", 1, "--samples", 0]
         checks += ["--concurrency", 1 if lookup else 4]
