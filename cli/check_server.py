@@ -1,7 +1,7 @@
 """`outrider check-server`: whether a running server is lossless, accepts what it should, and is faster."""
 
 from contextlib import ExitStack
-from dataclasses import field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -86,15 +86,21 @@ def check_server_command(options: CheckServerOptions) -> None:
     Greedy tokens are compared one by one; samples are tested against the target's probabilities. Exits with
     status 1 if the server isn't lossless, or accepts less than outrider does.
     """
+    import torch
     from rich.console import Console
 
     from ..data.files import guarded, write_json
     from ..eval.certify.certificate import certificate_table
+    from ..eval.measure.environment import describe_environment
     from ..eval.server.check import drafts_table, speed_table
+    from ..models.llm.loading import default_device
 
     with guarded(options.output), starts_again("check"), cpu_threads(options.num_threads):
         check = _check(options)
-        write_json(options.output, {"url": options.url, "without": options.without, **check.as_json()})
+        device = torch.device(options.target.device or default_device())
+        environment = asdict(describe_environment(device))  # of this command: the server has its own
+        facts = {"url": options.url, "without": options.without, "environment": environment}
+        write_json(options.output, {**facts, **check.as_json()})
     console = Console()
     console.print(check.verdict, style="bold green" if check.passed else "bold red", soft_wrap=True, highlight=False)
     console.print(certificate_table(check.lines))

@@ -71,6 +71,7 @@ class Page:
             autoescape=False,
         )
         names = {"record": self.record, "evaluation": self.evaluation, "certificate": self.certificate, "command": COMMAND}
+        names["server"] = self.server
         names["engines"] = lambda: f"{self.engines()}\n\n{facts([ENGINES], self.read(ENGINES)['command'], None, None)}"
         return environment.get_template("benchmarks.md.jinja").render(names)
 
@@ -138,6 +139,33 @@ class Page:
                 facts([name], command, None, record["environment"]),
             ]
         )
+
+    def server(self, name: str, command: str) -> str:
+        """Return a check of a server: its verdict, what it accepts, and its speed with and without a drafter."""
+        record = self.read(name)
+        checks = [{"check": line["subject"], "cases": line["num_cases"], "result": line["result"]} for line in record["lines"]]
+        drafts = [
+            {
+                "drafts": side,
+                "steps": counts["all"]["steps"],
+                "accepted by depth": " ".join(map(str, counts["all"]["by_depth"])),
+            }
+            for side, counts in record["drafts"].items()
+        ]
+        speeds = [
+            {
+                "at a time": speed["concurrency"],
+                "": side,
+                "tokens/s": f"{speed[f'{prefix}tokens_per_second']:.1f}",
+                "ms per token": f"{1e3 * speed[f'{prefix}seconds_per_token']:.1f}",
+                "first token, ms": f"{1e3 * speed[f'{prefix}first_token_seconds']:.0f}",
+                "speedup [95 %]": "-" if prefix else with_interval(speed["speedup"], speed["speedup_ci95"]),
+            }
+            for speed in record["speeds"]
+            for side, prefix in (("with", ""), ("without", "plain_"))
+        ]
+        tables = [table(rows, text_columns=columns) for rows, columns in ((checks, 1), (drafts, 1), (speeds, 2))]
+        return "\n\n".join([f"{record['verdict']}.", *tables, facts([name], command, None, record["environment"])])
 
     def drafters(self) -> str:
         """Return the table of README and docs: all methods on the demo, and beside the grown target."""

@@ -95,6 +95,7 @@ def test_a_sound_server_passes_against_the_target_here(check: Any, target: HFTar
     assert len(found["drafts"]["here"]["all"]["by_depth"]) == 4
     assert found["drafts"]["here"]["all"]["by_depth"][0] > 0
     assert found["speeds"][0]["tokens_per_second"] > 0
+    assert found["environment"]["num_threads"] == torch.get_num_threads()
 
 
 def test_eval_prints_the_table_of_a_server(check: Any, target: HFTarget, tiny_target_dir: Path, tmp_path: Path) -> None:
