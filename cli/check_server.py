@@ -3,12 +3,13 @@
 from contextlib import ExitStack
 from dataclasses import asdict, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import NonNegativeFloat
+from pydantic import AfterValidator, NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
-from ..data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, SmallCount
+from ..data.fields import OPTIONS, NonNegativeInt, PositiveInt, SmallCount, different
 from ..data.servers import server_address
 from ..eval.config import EvalConfig
 from .errors import starts_again
@@ -44,8 +45,8 @@ class CheckServerOptions(TargetOptions):
     there, such as {depth: 4, top_k: 1, tree_nodes: 4} for a chain of four."""
     limit: PositiveInt | None = 16
     """Draw at most this many prompts of each suite. null: all."""
-    concurrency: Distinct[SmallCount] = field(default_factory=lambda: [1, 4, 16])
-    """Measure the speed with so many requests at a time."""
+    concurrency: Annotated[list[SmallCount], AfterValidator(different)] = field(default_factory=lambda: [1, 4, 16])
+    """Measure the speed with so many requests at a time. Empty: that of the greedy answers, which are asked one by one."""
     samples: NonNegativeInt = 256
     """Texts of four tokens sampled at temperature 1, with greedy ones between them; 0 leaves both checks out."""
     tolerance: NonNegativeFloat = 0.25
@@ -96,6 +97,7 @@ def check_server_command(options: CheckServerOptions) -> None:
     from ..models.llm.loading import default_device
 
     with guarded(options.output), starts_again("check"), cpu_threads(options.num_threads):
+        _require_writable(options.output)
         check = _check(options)
         device = torch.device(options.target.device or default_device())
         environment = asdict(describe_environment(device))  # of this command: the server has its own
@@ -115,6 +117,18 @@ def check_server_command(options: CheckServerOptions) -> None:
         raise SystemExit(1)
 
 
+def _require_writable(file: Path) -> None:
+    """Raise ValueError if a file can't be written, before long work."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=file.parent):
+            pass
+        if file.is_dir():
+            raise IsADirectoryError("it is a folder")
+    except OSError as error:
+        raise ValueError(f"output is {file}, which can't be written ({error}); give another file") from error
+
+
 def _check(options: CheckServerOptions) -> "ServerCheck":
     from ..data.chat import use_chat_template
     from ..eval.measure.methods import load_drafters, method_specs, methods_by_place
@@ -132,7 +146,7 @@ def _check(options: CheckServerOptions) -> "ServerCheck":
     specs = {} if options.drafter is None else method_specs(config, [parse_drafter_name(options.drafter)])
     with ExitStack() as stack:
         sides = []
-        for url in filter(None, (options.url, options.without)):
+        for url in (options.url, *([] if options.without is None else [options.without])):
             name = options.target.name_or_path
             sides.append(Server(url, tokenizer, vocab_size, stop_ids, target_name=name, model=options.model))
             stack.callback(sides[-1].close)
@@ -193,7 +207,7 @@ def _checked(
         if drafts is None and method is not None:
             found.lines.append(checks.no_drafts(len(questions)))
         elif drafts is None:
-            found.notes.append(f"{server.url} counts no drafts at /metrics (llama.cpp: --metrics), so these were not compared.")
+            found.notes.append(f"{server.url} counts no drafts, so these were not compared.")
         elif method is None:
             found.drafts = {"server": checks.by_category(questions, drafts)}
         else:
@@ -205,6 +219,10 @@ def _checked(
         found.lines += checks.check_quality(questions, answers, tokenizer, may_run=options.execute, seed=config.seed)
 
         # 3. The speed, in turns, whose answers are checked too: a server's batches are computed in another order.
+        if not many:
+            found.speeds.append(
+                checks.speed_of([[answers[0]]], [sum(reply.seconds for reply in answers[0])], 1, seed=config.seed)
+            )
         for level in options.concurrency:
             speed, replies = checks.measure_speed(
                 sides, many[level], level, max_new_tokens=config.max_new_tokens, repeats=config.repeats, seed=config.seed,

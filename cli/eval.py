@@ -19,6 +19,8 @@ from .options import BY_MACHINE, DrafterNames, TargetOptions, loaded_with, with_
 if TYPE_CHECKING:
     from ..eval.results.rows import Row
 
+ONE_SERVER = "engine asks a server with one drafter; give that one alone, and leave tuned and launch out"
+
 
 @dataclass(kw_only=True, config=OPTIONS)
 class EvalOptions(TargetOptions):
@@ -32,7 +34,7 @@ class EvalOptions(TargetOptions):
     """Draw at most this many prompts of each suite."""
     engine: str | None = None
     """Address of a running server (vLLM, llama.cpp) that uses the drafter: the table is of its own decoding, beside
-    outrider's. `outrider check-server URL` also measures samples, several requests at a time and a speedup."""
+    outrider's, and eval.settings has the server's form of drafts. `outrider check-server` has more options and checks."""
     tuned: bool = False
     """Use the settings that `outrider tune` chose on this machine."""
     output: Path = Path("outputs/eval")
@@ -53,8 +55,8 @@ class EvalOptions(TargetOptions):
         if self.tuned and self.eval.settings != [{}]:
             raise ValueError("tuned takes the settings from `outrider tune`; remove eval.settings")
         if self.engine is not None:
-            if self.tuned or self.launch is not None or len(self.drafter) > 1:
-                raise ValueError("engine asks a server with one drafter; give that one alone, and leave tuned and launch out")
+            if self.tuned or len(self.drafter) > 1:
+                raise ValueError(ONE_SERVER)
             self.of_server()
 
     def of_server(self) -> CheckServerOptions:
@@ -63,16 +65,18 @@ class EvalOptions(TargetOptions):
         output = self.output / "check-server.json"
         same = {option.name: getattr(self, option.name) for option in fields(TargetOptions)}
         same |= {"limit": self.limit, "eval": self.eval}
-        return CheckServerOptions(url=self.engine, drafter=self.drafter[0], concurrency=[1], samples=0, output=output, **same)
+        return CheckServerOptions(url=self.engine, drafter=self.drafter[0], concurrency=[], samples=0, output=output, **same)
 
 
 def eval_command(options: EvalOptions, line: CommandLine) -> None:
     """Measure the speedup of drafters against plain decoding on the same prompts.
 
-    After an interruption, run the same command to resume. Exits with status 1 if an answer with a
-    drafter differs from the target's own answer.
+    After an interruption, run the same command to resume (not with `engine`). Exits with status 1 if an answer with a
+    drafter differs from the target's own answer, or a server accepts less than outrider does.
     """
     if options.engine is not None:
+        if line.launch is not None:
+            raise ValueError(ONE_SERVER)
         check_server_command(options.of_server())
         return
     from ..data.files import guarded

@@ -20,7 +20,8 @@ from ..certify.samples import sampling_line
 from ..measure.plan import Method
 from ..measure.timing import time_generation
 from ..results.stats import bootstrap, ratio, ratio_of_ratios
-from .client import DraftCounts, Reply, Server
+from .client import Reply, Server
+from .draft_counts import NO_DRAFTS, DraftCounts
 from .questions import Question, ask, is_right
 from .readings import Reader
 
@@ -133,7 +134,8 @@ def ask_one_by_one(
 ) -> tuple[list[Reply], list[DraftCounts] | None]:
     """Ask the questions one by one; return the replies, and what the server counts of its drafts for each.
 
-    None if it counts none. Nobody else may use the server meanwhile.
+    None if it counts none. A server may tell it with each answer. Else it counts at /metrics, and nobody else may use it
+    meanwhile; llama.cpp tells depths only there.
     """
     counts, replies, before = list[DraftCounts](), list[Reply](), server.counts()
     for question in questions:
@@ -146,7 +148,11 @@ def ask_one_by_one(
                     f"{server.url} counts {change.accepted} accepted of {change.drafted} drafts: /metrics is wrong"
                 )
         before = after
-    return replies, counts if len(counts) == len(questions) and any(count.steps for count in counts) else None
+    each = [reply.drafts or NO_DRAFTS for reply in replies]
+    for found in (each if any(count.by_depth for count in each) else [], counts, each):
+        if len(found) == len(questions) and any(count.steps for count in found):
+            return replies, found
+    return replies, None
 
 
 @torch.inference_mode()
@@ -181,8 +187,13 @@ def check_drafts(server: Sequence[DraftCounts], here: Sequence[DraftCounts], *, 
     share = theirs / ours if ours else 1.0
     passed = not (share < LEAST_ACCEPTED and (interval is None or not interval[1] >= LEAST_ACCEPTED))
     result = f"{theirs:.3f} accepted per step against {ours:.3f} here"
-    if not passed:
-        result += ". Compare the drafter's weights, its feature layers, its number of drafts and the chat template"
+    is_more = interval is not None and interval[0] > 1 / LEAST_ACCEPTED
+    if not passed or is_more:
+        each = [sum(count.drafted for count in side) / max(1, sum(count.steps for count in side)) for side in (server, here)]
+        result += (
+            f". {each[0]:.1f} tokens are drafted per step there, and {each[1]:.1f} here: give eval.settings the server's form. "
+            "Compare the drafter's weights, its feature layers and the chat template"
+        )
     return CertificateLine(
         subject=f"drafts of {sum(count.steps for count in server)} steps",
         method="outrider's decoding of the same prompts",
@@ -198,8 +209,8 @@ def no_drafts(num_questions: int) -> CertificateLine:
         subject="drafts",
         method="outrider's decoding of the same prompts",
         num_cases=num_questions,
-        result="the server counts none at /metrics: it doesn't draft, or doesn't say (llama.cpp: --metrics; SGLang's counts "
-        "aren't read)",
+        result="the server counts none at /metrics, and tells none with its answers: it doesn't draft, or doesn't say "
+        "(SGLang's counts aren't read)",
         passed=False,
     )
 
@@ -281,22 +292,29 @@ def measure_speed(
                 replies[side][repeat] += answers
                 walls[side] += wall
             places.reverse()
+    return speed_of(replies, walls, concurrency, seed=seed), [reply for answers in replies[0] for reply in answers]
+
+
+def speed_of(replies: Sequence[Sequence[Sequence[Reply]]], walls: Sequence[float], concurrency: int, *, seed: int) -> Speed:
+    """Return the speed of a server, and of the one without a drafter if there is one.
+
+    `replies` are those of each side, round and question, and `walls` the seconds of each side.
+    """
     sums = np.stack([_by_question(side) for side in replies])
     times = [float(side[:, 0].sum() / side[:, 1].sum()) for side in sums]
     firsts = [median(reply.first_seconds for answers in side for reply in answers) for side in replies]
-    faster, interval = bootstrap(sums[::-1], ratio_of_ratios, seed=seed) if len(sides) > 1 else (None, None)
-    speed = Speed(
+    faster, interval = bootstrap(sums[::-1], ratio_of_ratios, seed=seed) if len(replies) > 1 else (None, None)
+    return Speed(
         concurrency=concurrency,
         tokens_per_second=float(sums[0][:, 1].sum()) / walls[0],
         seconds_per_token=times[0],
         first_token_seconds=firsts[0],
-        plain_seconds_per_token=times[1] if len(sides) > 1 else None,
-        plain_first_token_seconds=firsts[1] if len(sides) > 1 else None,
-        plain_tokens_per_second=float(sums[1][:, 1].sum()) / walls[1] if len(sides) > 1 else None,
+        plain_seconds_per_token=times[1] if len(replies) > 1 else None,
+        plain_first_token_seconds=firsts[1] if len(replies) > 1 else None,
+        plain_tokens_per_second=float(sums[1][:, 1].sum()) / walls[1] if len(replies) > 1 else None,
         speedup=faster,
         speedup_ci95=interval,
     )
-    return speed, [reply for answers in replies[0] for reply in answers]
 
 
 def _by_question(rounds: Sequence[Sequence[Reply]]) -> np.ndarray:

@@ -7,10 +7,8 @@ the server's chat template has no part in the check.
 import codecs
 import re
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from secrets import token_hex
 from typing import Any
 
@@ -19,6 +17,7 @@ from pydantic import BaseModel, FiniteFloat, NonNegativeInt, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from ...data.servers import KEY_VARIABLE, NO_ADDRESS, NO_FILTERS, is_address, server_address, server_key, shown
+from .draft_counts import DraftCounts, Metrics, Timings, counted, told
 
 CONNECT_SECONDS, SILENT_SECONDS, ANSWER_SECONDS = 10.0, 120.0, 900.0
 """Most seconds of a connection, between two parts of a reply, and of a whole reply."""
@@ -28,8 +27,6 @@ ABSENT = (403, 404, 405, 501)
 """Statuses of a path that a server doesn't have, or a proxy before it doesn't offer."""
 MOST_REPLY_BYTES = 16 << 20
 """Most bytes of a reply, which has some hundred bytes for each token."""
-COUNT = re.compile(r'^\w+:spec_decode_num_(\w+)_total(?:\{(?:[^}]*\bposition="(\d+)")?[^}]*\})?\s+([\d.eE+]+)$', re.MULTILINE)
-"""A counter of drafts in the text of /metrics, as vLLM and llama.cpp write it."""
 
 NO_FILTERS_LLAMA_CPP = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repeat_penalty": 1.0}
 NO_FILTERS_LLAMA_CPP |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -50,28 +47,8 @@ class Reply:
     """Seconds until the first token."""
     is_retokenized: bool = False
     """Whether the server gave text only, which was tokenized here."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftCounts:
-    """Drafts of some steps."""
-
-    steps: int
-    drafted: int
-    accepted: int
-    by_depth: tuple[int, ...]
-    """How often the first draft token was accepted, the second, ...; empty if the server doesn't say, as llama.cpp
-    before its first draft."""
-
-    def plus(self, other: "DraftCounts", sign: int = 1) -> "DraftCounts":
-        """Return the sum of two counts; with the sign -1, what was counted after `other`."""
-        depths = zip_longest(self.by_depth, other.by_depth, fillvalue=0)
-        return DraftCounts(
-            steps=self.steps + sign * other.steps,
-            drafted=self.drafted + sign * other.drafted,
-            accepted=self.accepted + sign * other.accepted,
-            by_depth=tuple(mine + sign * theirs for mine, theirs in depths),
-        )
+    drafts: DraftCounts | None = None
+    """What the server says of this answer's drafts."""
 
 
 class _Logprobs(BaseModel):
@@ -94,6 +71,7 @@ class _Chunk(BaseModel):
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
+    metrics: Metrics | None = None
     error: Any = None
 
 
@@ -115,6 +93,9 @@ class _Part(BaseModel):
     stop_type: str = ""
     tokens_evaluated: int | None = None
     tokens_predicted: int = 0
+    timings: Timings | None = None
+    metrics: Metrics | None = None
+    """vLLM's, in OpenAI's protocol."""
     error: Any = None
 
     def tops(self) -> list[dict[int, float]]:
@@ -185,31 +166,17 @@ class Server:
         if found := next((name for name in (wanted, None if wanted else target_name) if name in served), None):
             return found
         if wanted or len(served) > 1:
-            named = f"and none of them is model={wanted}" if wanted else f"and the target is {target_name!r}: name one by model"
+            named = (
+                f"and none of them is model={wanted}"
+                if wanted
+                else f"and the target is {target_name!r}: name one by model, an option of check-server"
+            )
             raise ValueError(f"{self.url} serves {shown(', '.join(served))}, {named}")
         return served[0]
 
     def counts(self) -> DraftCounts | None:
         """Return what the server has counted of its drafts; None if it doesn't say (llama.cpp: --metrics)."""
-        sums: Counter[str] = Counter()
-        by_depth: Counter[int] = Counter()
-        for name, depth, value in COUNT.findall(self._get("/metrics")):
-            try:
-                count = round(float(value))
-            except (ValueError, OverflowError):
-                raise ValueError(f"{self.url}/metrics has {value} for {name}, which is no count") from None
-            if depth:
-                by_depth[int(depth)] += count
-            else:
-                sums[name] += count
-        if not {"drafts", "draft_tokens", "accepted_tokens"} <= sums.keys():
-            return None
-        return DraftCounts(
-            steps=sums["drafts"],
-            drafted=sums["draft_tokens"],
-            accepted=sums["accepted_tokens"],
-            by_depth=tuple(by_depth[depth] for depth in sorted(by_depth)),
-        )
+        return counted(self._get("/metrics"), self.url)
 
     def complete(
         self,
@@ -274,7 +241,7 @@ class Server:
         first_seconds = seconds if first is None else first - started
         return Reply(
             tokens=tokens, ended=ended, tops=reply.tops(), seconds=seconds, first_seconds=first_seconds,
-            is_retokenized=is_retokenized,
+            is_retokenized=is_retokenized, drafts=told(reply.metrics, reply.timings, reply.tokens_predicted),
         )  # fmt: skip
 
     def _read(self, path: str, body: dict[str, Any]) -> tuple[_Part, float | None]:
@@ -289,6 +256,7 @@ class Server:
             whole.stop_type = part.stop_type or whole.stop_type
             whole.tokens_evaluated = part.tokens_evaluated or whole.tokens_evaluated
             whole.tokens_predicted = max(whole.tokens_predicted, part.tokens_predicted)
+            whole.timings, whole.metrics = part.timings or whole.timings, part.metrics or whole.metrics
         return whole, first
 
     def _chunk(self, event: str) -> _Part:
@@ -296,7 +264,7 @@ class Server:
         chunk = self._valid(_Chunk, event)
         num_read = chunk.usage.prompt_tokens if chunk.usage else None
         if not chunk.choices:
-            return _Part(tokens_evaluated=num_read)
+            return _Part(tokens_evaluated=num_read, metrics=chunk.metrics)
         choice = chunk.choices[0]
         places = choice.logprobs.top_logprobs if choice.logprobs else []
         return _Part(

@@ -20,7 +20,7 @@ from outrider.data.suites import load_suite
 from outrider.eval.measure.methods import Method
 from outrider.eval.measure.timing import answers_of
 from outrider.eval.server.check import drafts_here
-from outrider.eval.server.client import DraftCounts
+from outrider.eval.server.draft_counts import DraftCounts
 from outrider.eval.server.questions import Question
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, load_drafter

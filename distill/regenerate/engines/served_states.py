@@ -7,10 +7,10 @@ greedily is its own label; at the few tokens where rounding in the engine chose 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
-from itertools import cycle
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ class ServedStates:
     target: HFTarget
     layers: tuple[int, ...]
     """Layers whose inputs are read besides the last states."""
+    turns: Iterator[int] = field(default_factory=count)
+    """Numbers of the texts: the servers take turns from batch to batch."""
 
     def require_same_states(self) -> None:
         """Read a short text by each server and by the target here.
@@ -85,7 +87,8 @@ class ServedStates:
         Raises ValueError for a file that isn't the text's, and ConnectionError for a server that doesn't come back.
         """
         asked = []
-        for text, (server, model) in zip(texts, cycle(self.servers), strict=False):
+        for text in texts:
+            server, model = self.servers[next(self.turns) % len(self.servers)]
             body: dict[str, Any] = {"model": model, "prompt": text.tolist(), "max_tokens": 1, "temperature": 0.0}
             asked.append((server.url, text, server.submit(server.ask("completions", _Completion, body))))
         try:

@@ -85,6 +85,8 @@ class Served(ThreadingHTTPServer):
         self.num_drafted = 0
         self.num_drafted_each = 1
         self.counts_drafts = drafter is not None
+        self.tells_drafts = False
+        """With each answer, as llama.cpp does, and vLLM by an option."""
         self.wrong_one_in: int | None = None
         """Every so many tokens, one is replaced by an arbitrary one, from which the text goes on."""
         self.num_written = 0
@@ -145,6 +147,7 @@ class Served(ThreadingHTTPServer):
         if self.mixes_temperatures and self.has_sampled:
             temperature = 1.0
         tokens, prompt, num_prompt = list[int](), body["prompt"], self.num_prompt_tokens or len(body["prompt"])
+        before = self.accepted.copy(), self.num_drafted
         while len(tokens) < limit and not (tokens and tokens[-1] in self.target.stop_ids):
             room = limit - len(tokens)
             if self.wrong_one_in:
@@ -176,11 +179,23 @@ class Served(ThreadingHTTPServer):
                 yield {"choices": [{**choice, "logprobs": logprobs, "finish_reason": None}]}
         if self.is_llama_cpp:
             last = {"content": "", "stop": True, "stop_type": "eos" if ended else "limit", "tokens_evaluated": num_prompt}
-            yield {**last, "tokens_predicted": len(tokens)}
+            yield {**last, "tokens_predicted": len(tokens), **self._told(*before)}
         else:
             yield {"choices": [{"text": "", "token_ids": [], "finish_reason": self.reason or ("stop" if ended else "length")}]}
-            yield {"choices": [], "usage": {"prompt_tokens": num_prompt}}
+            yield {"choices": [], "usage": {"prompt_tokens": num_prompt}, **self._told(*before)}
             yield "[DONE]"
+
+    def _told(self, accepted: Counter[int], num_drafted: int) -> dict[str, Any]:
+        """What an answer says of its drafts, given the counts before it."""
+        if not self.tells_drafts:
+            return {}
+        new = self.accepted - accepted
+        told = {"draft_n": self.num_drafted - num_drafted, "draft_n_accepted": sum(depth * new[depth] for depth in new)}
+        if self.is_llama_cpp:
+            return {"timings": told if told["draft_n"] else {}}
+        found = {"num_spec_steps": new.total(), "acceptance_histogram": [new[depth] for depth in range(5)]}
+        found |= {"num_draft_tokens": told["draft_n"], "num_accepted_draft_tokens": told["draft_n_accepted"]}
+        return {"metrics": {"speculative_decoding": found}}
 
     @torch.inference_mode()
     def _decode(self, text: list[int], limit: int, temperature: float, seed: int) -> list[int]:

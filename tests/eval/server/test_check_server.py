@@ -109,10 +109,21 @@ def test_eval_prints_the_table_of_a_server(check: Any, target: HFTarget, tiny_ta
         assert result.exit_code == 0, result.output
         assert found["drafts"] == expected["drafts"]
         assert "Accepted by depth" in result.output
-        result = invoke(["eval", "--engine", server.url, *usual, *drafts, "--temperatures", "1"])
-        assert "eval.temperatures" in result.output
-        result = invoke(["eval", "--engine", server.url, *usual, *drafts, "--drafter", "suffix"])
-    assert "one drafter" in result.output
+        assert [line["num_cases"] for line in found["lines"]] == [len(PROMPTS)] * 2, "text and drafts, once"
+        assert found["speeds"][0]["tokens_per_second"] > 0
+        for wrong, message in (
+            (["--temperatures", "1"], "eval.temperatures"),
+            (["--drafter", "suffix"], "one drafter"),
+            (["--launch", "pipeline_cpu"], "leave tuned and launch out"),
+            (["--output", str(tmp_path / "short.jsonl")], "can't be written"),
+        ):
+            result = invoke(["eval", "--engine", server.url, *usual, *drafts, *wrong])
+            assert result.exit_code == 2
+            assert message in result.output
+        for urls in (["eval", "--engine", ""], ["check-server", ""], ["check-server", server.url, "--without", ""]):
+            result = invoke([*urls, *usual, "--drafter", "prompt_lookup"])
+            assert result.exit_code == 2
+            assert "is not an address" in result.output
 
 
 @pytest.mark.slow
@@ -356,6 +367,20 @@ def test_a_reference_without_probabilities_judges_nothing(
         result, found = check(running.url, "--without", plain.url)
     assert words in result.message
     assert not found
+
+
+@pytest.mark.parametrize("is_llama_cpp", [False, True])
+def test_drafts_that_a_server_tells_with_each_answer_are_read(check: Any, target: HFTarget, is_llama_cpp: bool) -> None:
+    with serving(served(target, is_llama_cpp=is_llama_cpp, tree_nodes=4)) as server:
+        server.counts_drafts, server.tells_drafts = False, True
+        result, found = check(server.url, "--drafter", "prompt_lookup", "--settings", CHAIN)
+    assert result.exit_code == 0, result.output
+    there, here = (found["drafts"][side]["all"] for side in ("server", "here"))
+    if is_llama_cpp:  # its steps are computed from its tokens, and here the last step of an answer may accept more than these
+        assert (there["accepted"], there["drafted"], there["by_depth"]) == (here["accepted"], here["drafted"], [])
+        assert 0 < there["steps"] <= here["steps"]
+    else:
+        assert there == here
 
 
 def test_a_server_that_should_draft_and_counts_no_drafts_fails(check: Any, target: HFTarget) -> None:
