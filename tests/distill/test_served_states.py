@@ -129,6 +129,16 @@ def test_no_file_of_states_is_left_after_an_error(
     assert not list(server.folder.iterdir())
 
 
+def test_servers_share_texts_that_are_read_one_by_one(
+    config: DistillConfig, data: DataConfig, target: HFTarget, tmp_path: Path, server: StatesServer
+) -> None:
+    """Each server once took the first text of each batch, and batches of one text had one server."""
+    with running(StatesServer(target, server.folder)) as second:
+        second.lock = server.lock
+        run(replace(config, base_url=f"{server.url},{second.url}", batch_tokens=1), data, target, tmp_path / "run")
+    assert server.num_files == second.num_files == 4, "a probe and three texts"
+
+
 def test_labels_of_states_end_where_the_target_disagrees_and_the_manifest_says_so(
     config: DistillConfig, data: DataConfig, target: HFTarget, tmp_path: Path
 ) -> None:

@@ -3,8 +3,8 @@
     python openvino_answers.py REQUEST ANSWERS
 
 REQUEST is a JSON object with the folders `target` and `draft`, `num_draft_tokens`, `max_new_tokens`, `stop_ids` and
-`prompts` as token ids. ANSWERS gets `answers`, as token ids, and `steps`, a number for each. GenAI sees from the files
-of a drafter whether it is an EAGLE-3 or a draft model.
+`prompts` as token ids. ANSWERS gets `answers`, as token ids, `steps`, a number for each, and the `version`. GenAI sees
+from the files of a drafter whether it is an EAGLE-3 or a draft model.
 """
 
 import json
@@ -22,7 +22,7 @@ PREFILLS = 1
 """Passes of the target over a prompt, which are no steps."""
 
 
-def main(request: dict[str, Any]) -> dict[str, list[Any]]:
+def main(request: dict[str, Any]) -> dict[str, Any]:
     """Answer all prompts."""
     # 1. Load the models. Without the cache of prefixes each answer has a whole prefill.
     scheduler = openvino_genai.SchedulerConfig()
@@ -43,7 +43,7 @@ def main(request: dict[str, Any]) -> dict[str, list[Any]]:
         reply = pipeline.generate(openvino_genai.TokenizedInputs(ids, mask), config)
         answers.append([int(token) for token in reply.tokens[0]])
         steps.append(len(reply.extended_perf_metrics.main_model_metrics.raw_metrics.m_durations) - PREFILLS)
-    return {"answers": answers, "steps": steps}
+    return {"answers": answers, "steps": steps, "version": openvino_genai.__version__}
 
 
 if __name__ == "__main__":

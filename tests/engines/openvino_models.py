@@ -15,6 +15,7 @@ from .servers import ENGINES
 PYTHON = Path(os.environ.get("OUTRIDER_OPENVINO_PYTHON", ENGINES / "openvino" / "bin" / "python"))
 ANSWERS = Path(__file__).parent / "openvino_answers.py"
 VARIABLES = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+MOST_SECONDS = 1800.0
 MODE = '<eagle3_mode value="True" />'
 """What optimum-intel writes into the file of an EAGLE-3."""
 
@@ -49,15 +50,18 @@ def choose_layers(folder: Path, feature_layers: Sequence[int]) -> None:
     path.write_text(text.replace(MODE, f'{MODE}<hidden_layers_list value="{layers}" />'))
 
 
-def answers(folder: Path, request: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
-    """Return GenAI's answers and the steps of each; openvino_answers.py has the keys of a request."""
+def answers(folder: Path, request: dict[str, Any]) -> tuple[list[list[int]], list[int], str]:
+    """Return GenAI's answers, the steps of each, and its version; openvino_answers.py has the keys of a request."""
     files = folder / "request.json", folder / "answers.json"
     files[0].write_text(json.dumps(request))
     _run([PYTHON, ANSWERS, *files])
     found = json.loads(files[1].read_text())
-    return found["answers"], found["steps"]
+    return found["answers"], found["steps"], found["version"]
 
 
 def _run(command: Sequence[object]) -> None:
-    done = subprocess.run([*map(str, command)], env={**os.environ, **VARIABLES}, capture_output=True, text=True, check=False)
+    environment: dict[str, str] = {**os.environ, **VARIABLES}
+    done = subprocess.run(
+        [*map(str, command)], env=environment, capture_output=True, text=True, check=False, timeout=MOST_SECONDS
+    )
     assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr[-3000:]}"

@@ -30,7 +30,7 @@ from outrider.models.llm.loading import load_target
 
 from ..commands import invoke
 from . import openvino_models as openvino
-from .servers import CONVERTER, LLAMA_CPP, LLAMA_SERVER, VLLM_PYTHON, converted, llama_cpp, missing, vllm
+from .servers import CONVERTER, LLAMA_CPP, LLAMA_SERVER, VLLM_PYTHON, converted, llama_cpp, missing, version_of, vllm
 
 pytestmark = pytest.mark.engines
 
@@ -67,7 +67,13 @@ class Cell(NamedTuple):
     """The engine's name of such drafters."""
 
     def __str__(self) -> str:
-        return "-".join([*self.engine.split()[::2], self.drafter, self.format.split()[-1]])
+        name = self.engine.split()[0] + ("-divided" if self.engine == DIVIDED else "")
+        return f"{name}-{self.drafter}-{self.format.split()[-1]}"
+
+    @property
+    def version(self) -> str:
+        """The engine's version, as the record has it."""
+        return self.engine.partition(",")[0].split()[-1]
 
 
 VLLM, LLAMA, OPENVINO = "vLLM 0.32.0", "llama.cpp b11434", "OpenVINO GenAI 2026.4.1"
@@ -79,6 +85,8 @@ CELLS = [
     Cell(VLLM, "eagle3", "eagle3", "eagle3"),
     Cell(VLLM, "reduced", "eagle3", "eagle3"),
     Cell(VLLM, "eagle31", "eagle3", "eagle3"),
+    Cell(VLLM, "eagle3", "speculators", "eagle3"),
+    Cell(VLLM, "reduced", "speculators", "eagle3"),
     Cell(VLLM, "layers", "speculators", "eagle3"),
     Cell(VLLM, "eagle", "eagle1-vllm", "eagle"),
     Cell(VLLM, "draft_model", "transformers", "draft_model"),
@@ -173,6 +181,7 @@ def test_an_engine_accepts_what_outrider_accepts(
     output = tmp_path / "check.json"
     served_by = partial(vllm, processes=1 + (cell.engine == DIVIDED)) if is_vllm else llama_cpp
     with served_by(served, cell.method, exported, length, tmp_path / "log") as url:
+        assert cell.version in version_of(url, is_vllm=is_vllm)
         # A merge learns from text to text, so its texts must come in our order.
         checks = ["--suites", prompts, "--max-new-tokens", MAX_NEW_TOKENS, "--repeats", 1, "--samples", 0]
         checks += ["--concurrency", 1 if lookup else 4]
@@ -226,7 +235,8 @@ def test_openvino_takes_the_steps_that_outrider_takes(
     questions = [Question(suite="stdlib", prompt=prompt, ids=row.tolist()) for prompt, row in zip(prompts, rows, strict=True)]
     request |= {"prompts": [question.ids for question in questions]}
     request |= {"max_new_tokens": MAX_NEW_TOKENS, "stop_ids": [*target.stop_ids]}
-    answers, steps = openvino.answers(tmp_path, request)
+    answers, steps, version = openvino.answers(tmp_path, request)
+    assert version.startswith(cell.version)
     options: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "stop_ids": target.stop_ids}
     plain = answers_of(generate(target, NullDrafter(), GreedyAcceptance(), rows, **options))
     method = Method(name=cell.drafter, label=cell.drafter, drafter=drafter)
