@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Int
 
-from ...data.chat import encode_prompt
 from ...data.suites import PromptSet
 from ...models.decoding.loop import generate
 from ...models.decoding.protocols import AcceptanceRule, Drafter
@@ -22,6 +21,7 @@ from ...models.decoding.types import Prompts, Step
 from ...models.drafters import NullDrafter
 from ...models.llm.hf_target import HFTarget
 from ...models.machine import synchronize
+from ..measure.plan import first_turn_ids
 from ..measure.timing import time_generation
 from ..measure.trace import Watched
 
@@ -73,7 +73,7 @@ def draw_prompts(suites: Sequence[PromptSet], target: HFTarget, room: int, count
     for suite in suites:
         prompts = []
         for prompt in Random(seed).sample(suite.prompts, len(suite.prompts)):
-            ids = encode_prompt(prompt.messages(prompt.turns[0]), target.tokenizer, prompt.tools)[0]
+            ids = first_turn_ids(prompt, target.tokenizer)[0]
             if len(ids) <= room:
                 prompts.append(ForecastPrompt(suite=suite.name, category=prompt.category, input_ids=ids.to(target.device)))
             if len(prompts) == count:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from jaxtyping import Int
 
-from ...data.chat import encode_prompt
 from ...data.files import write_json
 from ...models.drafters import load_drafter
 from ...models.drafters.registry import DrafterSpec
@@ -20,6 +19,7 @@ from ...models.llm.hf_target import HFTarget
 from ..config import EvalConfig
 from ..measure.environment import describe_environment, within_memory
 from ..measure.methods import Drafters, TunedSettings, acceptance_rule
+from ..measure.plan import first_turn_ids
 from ..run import load_suites
 from .halving import LeftOut, Speed, Trial, TuningPrompts, halve
 
@@ -152,7 +152,7 @@ def _prompts(config: EvalConfig, target: HFTarget, longest: int, batch_size: int
     prompts: list[Int[torch.Tensor, " _"]] = []
     for suite in load_suites(config):
         for prompt in suite.prompts:
-            ids = encode_prompt(prompt.messages(prompt.turns[0]), target.tokenizer, prompt.tools)[0].to(target.device)
+            ids = first_turn_ids(prompt, target.tokenizer)[0].to(target.device)
             if len(ids) + config.max_new_tokens <= longest:
                 prompts.append(ids)
     if not prompts:
