@@ -47,14 +47,12 @@ def tune(
     name: Path | DrafterParts,
     output_dir: Path,
     *,
-    settings: Sequence[dict[str, Any]] | None = None,
-    batch_sizes: Sequence[int] = (1,),
     write: bool = True,
 ) -> Tuning:
     """Choose the drafter's fastest setting for each batch size, at the first temperature of `config`.
 
-    It is one of `settings`, or of those that its kind's drafters are tried in. `halving` describes
-    the search. All results go to `output_dir`. The choice is also written beside the drafter's
+    It is one of the settings of `config`, or, without any, of those that its kind's drafters are tried in.
+    `halving` describes the search. All results go to `output_dir`. The choice is also written beside the drafter's
     weights. Raises ValueError if no prompt fits, if nothing fits into memory, and for a choice that
     has no folder to be written to.
     """
@@ -62,15 +60,15 @@ def tune(
     parts = parse_drafter_name(name)
     if write:
         read_tuned(tuned_folder(parts))
-    tried = settings_to_try(parts) if settings is None else list(settings)
-    temperature = config.temperatures[0]
+    tried = settings_to_try(parts) if config.settings == [{}] else config.settings
+    temperature, batch_sizes = config.temperatures[0], sorted(config.batch_sizes)
 
     # 2. Find the fastest settings for each batch size.
     choices: dict[int, TunedChoice] = {}
     finals: list[Speed] = []
     left_out: list[LeftOut] = []
     target.choose_linears()
-    prompts = _prompts(config, target, _context_length(parts, target, tried), max(batch_sizes))
+    prompts = _prompts(config, target, _context_length(parts, target, tried), batch_sizes[-1])
     for size in batch_sizes:
         trial = Trial(
             parts=parts,
