@@ -250,16 +250,12 @@ def _checked(
 
 
 def _questions(config: EvalConfig, tokenizer: "PreTrainedTokenizerBase") -> "list[Question]":
-    from ..data.chat import encode_prompt
+    from ..eval.measure.plan import first_turn_ids
     from ..eval.run import load_suites
     from ..eval.server.questions import Question
 
     return [
-        Question(
-            suite=suite.name,
-            prompt=prompt,
-            ids=encode_prompt(prompt.messages(prompt.turns[0]), tokenizer, prompt.tools)[0].tolist(),
-        )
+        Question(suite=suite.name, prompt=prompt, ids=first_turn_ids(prompt, tokenizer)[0].tolist())
         for suite in load_suites(config)
         for prompt in suite.prompts
     ]

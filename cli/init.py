@@ -1,6 +1,7 @@
 """`outrider init`: write a commented recipe for the user's target and data.
 
-The recipe of each kind of drafter is a file in `templates/`. Its `$names` are filled in here.
+`templates/recipe.yaml` is the recipe of all kinds of drafters, and `templates/kinds.yaml` has the parts that differ. Their
+`$names` are filled in here.
 """
 
 import json
@@ -8,8 +9,10 @@ import re
 import shlex
 from pathlib import Path
 from string import Template
+from textwrap import indent
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import yaml
 from pydantic.dataclasses import dataclass
 
 from ..data.fields import OPTIONS
@@ -104,20 +107,28 @@ def init_command(options: InitOptions) -> None:
 
 def kinds() -> list[str]:
     """Return the kinds of drafters that a recipe can be written for."""
-    return sorted(path.stem for path in TEMPLATES.glob("*.yaml"))
+    return sorted(_parts())
+
+
+def _parts() -> dict[str, dict[str, str]]:
+    """Return the parts of a recipe that differ, by kind of drafter."""
+    parts: dict[str, dict[str, str]] = yaml.safe_load((TEMPLATES / "kinds.yaml").read_text(encoding="utf-8"))
+    return parts
 
 
 def recipe_text(recipe: Path, drafter: str, target: "TargetFacts", data: "DataFacts", prompts: Path) -> str:
-    """Return the recipe: the template of this kind of drafter, filled in."""
+    """Return the recipe: the template with the parts of this kind of drafter, filled in."""
     # 1. At least ten steps per epoch, and at least 100 steps.
     limit = None if target.has_accelerator or data.num_records <= CPU_RECORDS else CPU_RECORDS
     num_texts, largest = limit or data.num_records, 128 if drafter in LARGE_BATCHES else 16
     batch = largest if num_texts >= 10 * largest else 8
-    steps = max(100, -(-EPOCHS.get(drafter, 4) * num_texts // batch))
+    epochs = EPOCHS.get(drafter, 4)
+    steps = max(100, -(-epochs * num_texts // batch))
 
     # 2. What follows from the target, the data and the machine.
     reason = f"{'without a GPU; ' if limit else ''}null: the whole data, {_count(data.num_records, 'record')}"
     values = {
+        "choice": drafter,
         "target": target.name_or_path,
         "recipe": shlex.quote(recipe.name),
         "name": recipe.stem if re.fullmatch("[A-Za-z_][A-Za-z_0-9-]*", recipe.stem) else _yaml(recipe.stem),
@@ -143,15 +154,18 @@ def recipe_text(recipe: Path, drafter: str, target: "TargetFacts", data: "DataFa
         else "labels at every position",
         "overlap_reason": data.overlap_reason,
         "steps": steps,
+        "epochs": epochs,
         "batch_size": min(4 if drafter in LARGE_BATCHES else 2, batch),
         "global_batch_size": batch,
         "warmup_steps": min(15, steps // 20),
         "suite": suite_line(data, prompts),
         "max_new_tokens": min(256, target.positions // 4),
     }
-    # 3. The drafter's sizes.
-    template = Template((TEMPLATES / f"{drafter}.yaml").read_text(encoding="utf-8"))
-    return template.substitute(values | drafter_sizes(target))
+    # 3. The parts of this kind, then its sizes.
+    own = _parts()[drafter]
+    own |= {"training": indent(own["training"], "  "), "settings": indent(own["settings"], "    ")}
+    template = Template((TEMPLATES / "recipe.yaml").read_text(encoding="utf-8")).safe_substitute(own)
+    return Template(template).substitute(values | drafter_sizes(target))
 
 
 def drafter_sizes(target: "TargetFacts") -> dict[str, Any]:

@@ -17,7 +17,6 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 
-from ..data.chat import encode_prompt
 from ..data.config import SELF, DataConfig
 from ..data.conversations import Conversation
 from ..data.manifest import MANIFEST_FILE
@@ -32,6 +31,7 @@ from ..distill.regenerate.engines.decoder import DEFAULT_BATCH_SIZE
 from ..distill.regenerate.run import count_turns, load_questions, missing_conversations
 from ..distill.regenerate.self_written import sample_conversations
 from ..eval.config import BOTH
+from ..eval.measure.plan import first_turn_ids
 from ..eval.records.names import SUMMARY_FILE
 from ..models.drafters.scoring import max_chunk
 from ..models.llm.hf_target import HFTarget
@@ -261,7 +261,7 @@ class Planner:
         self._say("eval: plain decoding answers some prompts ...")
         shuffled = [prompt for suite in suites for prompt in Random(0).sample(suite.prompts, len(suite.prompts))]
         chosen = shuffled[: max(SAMPLED_PROMPTS, *config.batch_sizes)]
-        prompts = [encode_prompt(one.messages(one.turns[0]), target.tokenizer, one.tools)[0] for one in chosen]
+        prompts = [first_turn_ids(prompt, target.tokenizer)[0] for prompt in chosen]
         target.choose_linears()
         mean = sample_decoding(target, prompts[:SAMPLED_PROMPTS], config.max_new_tokens).mean_tokens(config.max_new_tokens)
         by_size: dict[int, PlainDecoding] = {

@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from jaxtyping import Int
 from tqdm import tqdm
 
-from ..data.collate import collate
 from ..data.types import DistilledExample, DrafterBatch, Example, TargetReads
 from ..distill.config import DistillConfig
 from ..distill.label.run import LabellingStats, label_shard
@@ -25,7 +24,7 @@ from ..models.drafters.registry import DrafterSpec
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.tensor_parallel import agreed
 from ..models.machine import synchronize
-from ..train.batches import PAD_ID, count_tokens, target_reads, with_hidden_states
+from ..train.batches import collated, count_tokens, target_reads, with_hidden_states
 from ..train.config import TrainConfig
 from ..train.parallel import make_anchor, tensor_float32
 from ..train.setup import LossModule, make_objective, make_optimizer, new_drafter
@@ -192,12 +191,4 @@ def draw_batch(config: TrainConfig, examples: Sequence[DistilledExample], reads:
         layers=reads.layers if all(set(reads.layers) <= example.layers.keys() for example in examples) else (),
         top=reads.top,
     )
-    return collate(
-        list(examples),
-        max_positions=config.max_positions,
-        generator=torch.Generator().manual_seed(config.seed),
-        labels=config.labels,
-        pad_id=PAD_ID,
-        reads=stored,
-        packing=config.packing,
-    )
+    return collated(config, examples, torch.Generator().manual_seed(config.seed), stored)

@@ -88,15 +88,7 @@ def tune_command(options: TuneOptions) -> None:
     written = [output] if directory is None else [output, directory]
     with guarded(*written, folders=[output]), starts_again("tuning"), cpu_threads(options.num_threads):
         loaded = options.load()
-        tuning = tune(
-            config,
-            loaded,
-            parts,
-            output,
-            settings=None if config.settings == [{}] else config.settings,
-            batch_sizes=sorted(config.batch_sizes),
-            write=options.write,
-        )
+        tuning = tune(config, loaded, parts, output, write=options.write)
     _print_tuning(tuning, setting_namer(parts), directory, output)
 
 

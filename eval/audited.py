@@ -11,7 +11,6 @@ from typing import Any
 from tqdm import tqdm
 
 from ..data.files import read_json, write_json
-from ..data.suites import PromptSet
 from ..models.llm.hf_target import HFTarget
 from .measure.audit import audits
 from .measure.bench import Bench
@@ -31,9 +30,7 @@ AUDITED_VALUES, MANY = 1 << 28, 1 << 40
 """Most logits that an audit holds together, and tokens without a budget."""
 
 
-def audit_answers(
-    bench: Bench, records: Sequence[EvalRecord], suites: Sequence[PromptSet]
-) -> tuple[dict[str, Audit], list[str]]:
+def audit_answers(bench: Bench, records: Sequence[EvalRecord]) -> tuple[dict[str, Audit], list[str]]:
     """Audit the answers that need it (see `to_audit`).
 
     Returns the audits by `EvalRecord.answer_digest`, and the digests of the unaudited answers. An
@@ -41,7 +38,7 @@ def audit_answers(
     audited is in `AUDITS_FILE`. Raises ValueError if an audit is missing, and this isn't the environment in which
     the run started: another processor rounds differently.
     """
-    prompts = {(suite.name, prompt.id): (suite, prompt) for suite in suites for prompt in suite.prompts}
+    prompts = {(suite.name, prompt.id): (suite, prompt) for suite in bench.plan.suites for prompt in suite.prompts}
     # 1. Group the answers to the same prompt, but for those that were audited before.
     path, of = bench.file.path.with_name(AUDITS_FILE), digest_of([bench.config_digest, bench.recorded_environment.digest])
     audited = read_audits(path, of)

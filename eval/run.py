@@ -106,10 +106,10 @@ def evaluate(
         )
         bench.measure()
         records = complete(file.records.values(), bench.out_of_memory)
-        check_measured(bench, records, suites)
+        check_measured(bench, records)
         # 4. Audit answers that differ from the baseline's.
         by_method = {name: drafter_facts(drafter, specs[name].parts) for name, drafter in loaded.items()}
-        facts = audited_facts(bench, records, suites, by_method)
+        facts = audited_facts(bench, records, by_method)
     # 5. Write tables and plots, facts with the summary's digest, and answers.
     rows = rows_of(records, info, facts)
     write_results(rows, output_dir)
@@ -119,14 +119,12 @@ def evaluate(
     return rows
 
 
-def audited_facts(
-    bench: Bench, records: Sequence[EvalRecord], suites: Sequence[PromptSet], drafters: dict[str, DrafterFacts]
-) -> Facts:
+def audited_facts(bench: Bench, records: Sequence[EvalRecord], drafters: dict[str, DrafterFacts]) -> Facts:
     """Audit answers, and collect the facts that only the run can compute."""
-    audited, unaudited = audit_answers(bench, records, suites)
+    audited, unaudited = audit_answers(bench, records)
     return Facts(
         drafters=drafters,
-        num_turns={suite.name: sum(len(prompt.turns) for prompt in suite.prompts) for suite in suites},
+        num_turns={suite.name: sum(len(prompt.turns) for prompt in suite.prompts) for suite in bench.plan.suites},
         audits=audited,
         out_of_memory=bench.out_of_memory,
         unaudited=unaudited,
@@ -266,7 +264,7 @@ def require_own_records(file: RecordFile, info: RunInfo) -> None:
                 )
 
 
-def check_measured(bench: Bench, records: Sequence[EvalRecord], suites: Sequence[PromptSet]) -> None:
+def check_measured(bench: Bench, records: Sequence[EvalRecord]) -> None:
     """Warn of each suite whose prompts all exceed the context window. Raises ValueError if nothing fits into memory."""
     measured = {record.suite for record in records} | {missing.suite for missing in bench.out_of_memory}
     if bench.out_of_memory and not records:
@@ -275,7 +273,7 @@ def check_measured(bench: Bench, records: Sequence[EvalRecord], suites: Sequence
             f"size ({', '.join(map(str, bench.config.batch_sizes))}), so nothing was measured; lower the batch size or "
             "max_new_tokens, or load the target in a narrower type (dtype, target.quantization) or on a larger device"
         )
-    for suite in suites:
+    for suite in bench.plan.suites:
         if suite.name not in measured:
             logger.warning("no prompt of %s fits the context window: the table has no row for it", suite.name)
 

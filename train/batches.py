@@ -118,15 +118,7 @@ class BatchStream:
         start = self.position(step) + (micro * self.num_processes + self.rank) * self.config.batch_size
         examples: list[DistilledExample] = [self._read(shard)[row] for shard, row in self._rows(start, self.config.batch_size)]
         generator = torch.Generator().manual_seed(derived_seed(self.config.seed, "positions", step, micro, self.rank))
-        return collate(
-            examples,
-            max_positions=self.config.max_positions,
-            generator=generator,
-            labels=self.config.labels,
-            pad_id=PAD_ID,
-            reads=self._reads,
-            packing=self.config.packing,
-        )
+        return collated(self.config, examples, generator, self._reads)
 
     def _rows(self, start: int, count: int) -> list[tuple[int, int]]:
         """Return shard and row of the texts at `count` positions from `start` on."""
@@ -168,6 +160,21 @@ def count_label_tokens(shards_dir: Path, manifest: Manifest, vocab_size: int) ->
     for entry in manifest.shards:
         counts += count_tokens(read_shard(shards_dir, entry, TOKENS_ONLY), vocab_size)
     return counts
+
+
+def collated(
+    config: TrainConfig, examples: Sequence[DistilledExample], generator: torch.Generator, reads: TargetReads
+) -> DrafterBatch:
+    """Collate texts as a training's options ask for. `generator` draws the positions that are trained."""
+    return collate(
+        list(examples),
+        max_positions=config.max_positions,
+        generator=generator,
+        labels=config.labels,
+        pad_id=PAD_ID,
+        reads=reads,
+        packing=config.packing,
+    )
 
 
 def count_tokens(examples: Sequence[DistilledExample], vocab_size: int) -> Int[torch.Tensor, " vocab"]:

@@ -13,7 +13,6 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ...data.chat import encode_prompt
 from ...data.fields import differences
 from ...data.files import read_dataclass, write_json
 from ...data.suites import PromptSet
@@ -28,7 +27,7 @@ from ...models.llm.graphed_rule import rule_beside
 from ...models.llm.hf_target import HFTarget
 from ..measure.audit import audit
 from ..measure.environment import recorded_stages
-from ..measure.plan import Method
+from ..measure.plan import Method, first_turn_ids
 from ..measure.timing import Loop, answers_of
 from ..records.run_files import Audit
 from ..results.lossless import is_exact
@@ -118,11 +117,7 @@ def decoding_checks(
     the order of computation causes (see `Audit`).
     """
     # 1. Encode the prompts that fit.
-    prompts = [
-        encode_prompt(prompt.messages(prompt.turns[0]), tokenizer, prompt.tools).to(target.device)
-        for suite in suites
-        for prompt in suite.prompts
-    ]
+    prompts = [first_turn_ids(prompt, tokenizer).to(target.device) for suite in suites for prompt in suite.prompts]
     room = target.context_length - max(max_new_tokens, SAMPLED_TOKENS)
     prompts = [prompt for prompt in prompts if prompt.shape[1] <= room]
     if not prompts:

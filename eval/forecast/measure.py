@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from random import Random
@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Int
 
-from ...data.chat import encode_prompt
 from ...data.suites import PromptSet
 from ...models.decoding.loop import generate
 from ...models.decoding.protocols import AcceptanceRule, Drafter
 from ...models.decoding.sampling import RowSeeds
 from ...models.decoding.tree import chain_tree, empty_tree
-from ...models.decoding.types import Prompts, Step
+from ...models.decoding.types import Prompts
 from ...models.drafters import NullDrafter
 from ...models.llm.hf_target import HFTarget
 from ...models.machine import synchronize
+from ..measure.plan import first_turn_ids
 from ..measure.timing import time_generation
 from ..measure.trace import Watched
 
@@ -73,7 +73,7 @@ def draw_prompts(suites: Sequence[PromptSet], target: HFTarget, room: int, count
     for suite in suites:
         prompts = []
         for prompt in Random(seed).sample(suite.prompts, len(suite.prompts)):
-            ids = encode_prompt(prompt.messages(prompt.turns[0]), target.tokenizer, prompt.tools)[0]
+            ids = first_turn_ids(prompt, target.tokenizer)[0]
             if len(ids) <= room:
                 prompts.append(ForecastPrompt(suite=suite.name, category=prompt.category, input_ids=ids.to(target.device)))
             if len(prompts) == count:
@@ -127,29 +127,17 @@ def in_turns(
     return plain, drafted
 
 
-def _generate(
-    target: HFTarget,
-    drafter: Drafter[Any, Any],
-    rule: AcceptanceRule,
-    prompts: Sequence[ForecastPrompt],
-    seeds: Sequence[int],
-    max_new_tokens: int,
-    **options: Any,
-) -> Iterator[Step]:
-    options = {"stop_ids": target.stop_ids, **options}
-    ids = [prompt.input_ids for prompt in prompts]
-    return generate(target, drafter, rule, ids, max_new_tokens=max_new_tokens, generator=RowSeeds(seeds), **options)
-
-
 def plain_answers(
     target: HFTarget, rule: AcceptanceRule, prompts: Sequence[ForecastPrompt], *, max_new_tokens: int, batch_size: int
 ) -> list[Certainty]:
     """Answer the prompts by plain decoding. Returns how certain the target was at each token."""
     watched, certainties = Watched(rule), list[Certainty]()
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": target.stop_ids}
     for start in range(0, len(prompts), batch_size):
-        batch = prompts[start : start + batch_size]
-        rows = [Certainty(entropies=[], likeliest=[]) for _ in batch]
-        for step in _generate(target, NullDrafter(), watched, batch, range(start, start + len(batch)), max_new_tokens):
+        ids = [prompt.input_ids for prompt in prompts[start : start + batch_size]]
+        rows = [Certainty(entropies=[], likeliest=[]) for _ in ids]
+        seeds = RowSeeds(range(start, start + len(ids)))
+        for step in generate(target, NullDrafter(), watched, ids, generator=seeds, **options):
             log_probs = watched.output.logits[: len(step.rows), 0].float().log_softmax(-1)
             entropies = -(log_probs.exp() * log_probs).nansum(-1)  # a token that is ruled out adds nothing
             for row, entropy, likeliest in zip(step.rows, entropies.tolist(), log_probs.amax(-1).exp().tolist(), strict=True):
@@ -185,7 +173,7 @@ def step_seconds(
     The batch has `batch_size` rows; prompts are repeated if there are fewer. Steps of `uneven` drafters differ with the
     text, which lookups find nothing in at first: they take more steps, and the mean counts.
     """
-    batch = list(islice(cycle(prompts), batch_size))
+    batch = [prompt.input_ids for prompt in islice(cycle(prompts), batch_size)]
     turns: dict[str, list[Turn]] = {name: [] for name in drafters}
     for _ in range(TURNS):
         for name, drafter in drafters.items():
@@ -239,12 +227,13 @@ def _time_turn(
     target: HFTarget,
     drafter: Drafter[Any, Any],
     rule: AcceptanceRule,
-    batch: Sequence[ForecastPrompt],
+    batch: Sequence[Int[torch.Tensor, " _"]],
     max_new_tokens: int,
     *,
     is_uneven: bool,
 ) -> Turn:
-    stream = _generate(target, drafter, rule, batch, range(len(batch)), max_new_tokens, stop_ids=(), timed=True)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": (), "timed": True}
+    stream = generate(target, drafter, rule, batch, generator=RowSeeds(range(len(batch))), **options)
     wall, drafted = list[float](), list[float]()
     last = time.perf_counter()
     for step in islice(stream, 1 + WARM_UP_STEPS + (UNEVEN_STEPS if is_uneven else TIMED_STEPS)):

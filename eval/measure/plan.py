@@ -56,13 +56,14 @@ class TurnBatch:
     input_ids: Sequence[Int[torch.Tensor, " _"]]
 
 
+def first_turn_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Int[torch.Tensor, "1 seq"]:
+    """Return the ids of a prompt's first turn, as the target reads it."""
+    return encode_prompt(prompt.messages(prompt.turns[0]), tokenizer, prompt.tools)
+
+
 def require_room(config: EvalConfig, suites: Sequence[PromptSet], tokenizer: Any, context_length: int) -> None:
     """Raise ValueError, before any decoding, if no prompt leaves room for an answer."""
-    lengths = (
-        encode_prompt(prompt.messages(prompt.turns[0]), tokenizer, prompt.tools).shape[1]
-        for suite in suites
-        for prompt in suite.prompts
-    )
+    lengths = (first_turn_ids(prompt, tokenizer).shape[1] for suite in suites for prompt in suite.prompts)
     if not any(length + config.max_new_tokens <= context_length for length in lengths):
         raise ValueError(
             f"no prompt of {', '.join(suite.name for suite in suites)} fits the context window of {context_length} tokens "

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from jaxtyping import Int
 
-from ...data.chat import encode_prompt
 from ...data.files import write_json
 from ...models.drafters import load_drafter
 from ...models.drafters.registry import DrafterSpec
@@ -20,6 +19,7 @@ from ...models.llm.hf_target import HFTarget
 from ..config import EvalConfig
 from ..measure.environment import describe_environment, within_memory
 from ..measure.methods import Drafters, TunedSettings, acceptance_rule
+from ..measure.plan import first_turn_ids
 from ..run import load_suites
 from .halving import LeftOut, Speed, Trial, TuningPrompts, halve
 
@@ -47,14 +47,12 @@ def tune(
     name: Path | DrafterParts,
     output_dir: Path,
     *,
-    settings: Sequence[dict[str, Any]] | None = None,
-    batch_sizes: Sequence[int] = (1,),
     write: bool = True,
 ) -> Tuning:
     """Choose the drafter's fastest setting for each batch size, at the first temperature of `config`.
 
-    It is one of `settings`, or of those that its kind's drafters are tried in. `halving` describes
-    the search. All results go to `output_dir`. The choice is also written beside the drafter's
+    It is one of the settings of `config`, or, without any, of those that its kind's drafters are tried in.
+    `halving` describes the search. All results go to `output_dir`. The choice is also written beside the drafter's
     weights. Raises ValueError if no prompt fits, if nothing fits into memory, and for a choice that
     has no folder to be written to.
     """
@@ -62,15 +60,15 @@ def tune(
     parts = parse_drafter_name(name)
     if write:
         read_tuned(tuned_folder(parts))
-    tried = settings_to_try(parts) if settings is None else list(settings)
-    temperature = config.temperatures[0]
+    tried = settings_to_try(parts) if config.settings == [{}] else config.settings
+    temperature, batch_sizes = config.temperatures[0], sorted(config.batch_sizes)
 
     # 2. Find the fastest settings for each batch size.
     choices: dict[int, TunedChoice] = {}
     finals: list[Speed] = []
     left_out: list[LeftOut] = []
     target.choose_linears()
-    prompts = _prompts(config, target, _context_length(parts, target, tried), max(batch_sizes))
+    prompts = _prompts(config, target, _context_length(parts, target, tried), batch_sizes[-1])
     for size in batch_sizes:
         trial = Trial(
             parts=parts,
@@ -152,7 +150,7 @@ def _prompts(config: EvalConfig, target: HFTarget, longest: int, batch_size: int
     prompts: list[Int[torch.Tensor, " _"]] = []
     for suite in load_suites(config):
         for prompt in suite.prompts:
-            ids = encode_prompt(prompt.messages(prompt.turns[0]), target.tokenizer, prompt.tools)[0].to(target.device)
+            ids = first_turn_ids(prompt, target.tokenizer)[0].to(target.device)
             if len(ids) + config.max_new_tokens <= longest:
                 prompts.append(ids)
     if not prompts:

@@ -148,8 +148,8 @@ def tune_tiny(tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tm
     config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=6)
 
     def tune_it(settings: list[dict[str, Any]], *batch_sizes: int) -> Tuning:
-        options: dict[str, Any] = {"settings": settings, "batch_sizes": batch_sizes or (1,), "write": False}
-        return tune(config, tiny_target, tiny_drafter_dir, tmp_path, **options)
+        tried = replace(config, settings=settings, batch_sizes=list(batch_sizes or (1,)))
+        return tune(tried, tiny_target, tiny_drafter_dir, tmp_path, write=False)
 
     return tune_it
 
@@ -292,8 +292,8 @@ def test_an_evaluation_takes_the_tuned_settings(tiny_target: HFTarget, tiny_draf
 
 def test_a_batch_that_no_prompts_fill_is_refused(tiny_target, tiny_drafter_dir, questions, tmp_path):
     config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=8)
-    with pytest.raises(ValueError, match="the batch size 64 exceeds .* raise the suite's limit"):
-        tune(config, tiny_target, tiny_drafter_dir, tmp_path, settings=[{"beam_width": 1}], batch_sizes=[64])
+    with pytest.raises(ValueError, match="the batch size 3 exceeds the 2 prompts that fit .* raise the suite's limit"):
+        tune(replace(config, settings=[{"beam_width": 1}], batch_sizes=[3]), tiny_target, tiny_drafter_dir, tmp_path)
     with pytest.raises(ValueError, match="batch size 64 exceeds .* prompts of mt_bench"):
         load_suites(replace(config, batch_sizes=[64]))
 
@@ -314,8 +314,8 @@ def test_all_settings_of_a_merge_are_finalists_and_expected_gain_is_one_of_them(
 ) -> None:
     drafter = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "drafter"))
     parts = parse_drafter_name(f"{drafter}+prompt_lookup")
-    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=4)
-    tuning = tune(config, tiny_target, parts, tmp_path / "out", batch_sizes=[2])
+    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=4, batch_sizes=[2])
+    tuning = tune(config, tiny_target, parts, tmp_path / "out")
     settings = [None, {"pace": "expected"}, *({"tree_nodes": size, "pace": "fixed"} for size in MERGED_NODES)]
     assert [speed.setting for speed in tuning.finals] == settings
     name_of = setting_namer(parts)
@@ -326,7 +326,7 @@ def test_all_settings_of_a_merge_are_finalists_and_expected_gain_is_one_of_them(
     assert tuned_choice(parts, tiny_target, batch_size=2) == tuning.choices[2]
     with pytest.raises(ValueError, match="it is tuned only for another setup: drafter .*[+]prompt_lookup"):
         tuned_choice(drafter, tiny_target, batch_size=2)
-    rows = tuned_settings(replace(config, batch_sizes=[2]), tiny_target, [parts])
+    rows = tuned_settings(config, tiny_target, [parts])
     assert rows == {parts: {(0.0, 2): tuning.choices[2].setting}}
 
 
@@ -335,5 +335,5 @@ def test_tuning_of_a_training_free_drafter_has_no_folder_to_write_to(tiny_target
     parts = parse_drafter_name("prompt_lookup")
     with pytest.raises(ValueError, match="prompt_lookup has no folder.*--no-write"):
         tune(config, tiny_target, parts, tmp_path)
-    tuning = tune(config, tiny_target, parts, tmp_path, settings=[{"tree_nodes": 2}], write=False)
+    tuning = tune(replace(config, settings=[{"tree_nodes": 2}]), tiny_target, parts, tmp_path, write=False)
     assert [speed.setting for speed in tuning.finals] == [None, {"tree_nodes": 2}]
