@@ -12,7 +12,10 @@ from outrider.models.decoding.tree import accepted_path
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import DRAFTERS, TRAINING_FREE, build_drafter, load_drafter, parse_drafter
 from outrider.models.drafters.graphed import GraphedCachedDrafter, graphed
+from outrider.models.drafters.merge_sources import MergedState, MergedText
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
+from outrider.models.drafters.merging import MergedRow
+from outrider.models.drafters.training_free import FreeState
 from outrider.models.llm.hf_target import HFTarget
 
 from ..recorder import ReplayingRecorder
@@ -172,6 +175,18 @@ def test_copies_of_a_row_teach_a_merge_once(drafter, target):
         run(target, drafter, part)
         learned.append({**drafter.merge.counts})
     assert learned[0] == learned[1] != {}
+
+
+def test_copies_of_a_row_follow_its_last_token_once(target):
+    drafter = load_drafter("suffix+recycling", target, pace="fixed")
+    key = 7
+    row = MergedRow([5], [NO_NODE], [0.5], [1], [1], {NO_NODE: [(0.5, 5, 1, [key], [])]}, [[]])
+    text = MergedText(counts={}, walks=((row, NO_NODE),))
+    sources = tuple(FreeState((part.new_store(),) * 2) for part in drafter.merge.parts)
+    state = MergedState(sources=sources, texts=(text, text), num_accepted=(0, 0))
+    drafter.merge.open(state, torch.tensor([5, 5]), [5, 5])
+    assert drafter.merge.counts == {key: (1, 1)}
+    assert text.walks == ((row, 0),), "it is at the node of this token"
 
 
 @pytest.mark.quick_cases(8)
