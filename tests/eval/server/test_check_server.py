@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.eval.server import check as checks
 from outrider.eval.server import client
 from outrider.eval.server.questions import Question, ask, is_right
-from outrider.eval.server.readings import ServerThere, TargetHere
+from outrider.eval.server.readings import Reading, ServerThere, TargetHere
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.base import TrainableDrafter
@@ -193,6 +194,16 @@ def test_as_many_requests_are_under_way_as_it_says(check: Any, target: HFTarget)
             refused, _ = check(server.url, "--without", same)
             assert refused.exit_code == 2
             assert "the server itself" in refused.output
+
+
+@pytest.mark.parametrize(("deficit", "passed"), [(0.25, True), (0.2500001, True), (0.26, False)])
+def test_a_difference_of_exactly_the_tolerance_is_a_near_tie(deficit: float, passed: bool, monkeypatch: Any) -> None:
+    """bfloat16's logits between 16 and 32 are multiples of an eighth, and log-probabilities are rounded, too."""
+    reader = SimpleNamespace(read=lambda *_: [[Reading(deficit=deficit, greater=0.0, own=0.4)]])
+    reply = client.Reply(tokens=[1], ended=False, tops=[], seconds=1.0, first_seconds=0.5)
+    question = Question(suite="own", prompt=Prompt(id="a", category="", turns=("a",)), ids=[1])
+    line = checks.check_tokens(reader, [question], [reply], "", 0.25, lambda: None)
+    assert line.passed is passed
 
 
 def test_one_of_several_models_is_named(check: Any, target: HFTarget) -> None:
