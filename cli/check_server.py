@@ -46,7 +46,8 @@ class CheckServerOptions(TargetOptions):
     limit: PositiveInt | None = 16
     """Draw at most this many prompts of each suite. null: all."""
     concurrency: Annotated[list[SmallCount], AfterValidator(different)] = field(default_factory=lambda: [1, 4, 16])
-    """Measure the speed with so many requests at a time. Empty: that of the greedy answers, which are asked one by one."""
+    """Measure the speed with so many requests at a time. Empty: that of the greedy answers, one by one, without a
+    speedup."""
     samples: NonNegativeInt = 256
     """Texts of four tokens sampled at temperature 1, with greedy ones between them; 0 leaves both checks out."""
     tolerance: NonNegativeFloat = 0.25
@@ -77,6 +78,10 @@ class CheckServerOptions(TargetOptions):
             raise ValueError("eval.settings is the form of a drafter's drafts, and drafter is not given; give both, or neither")
         if len(self.eval.settings) != 1:
             raise ValueError(f"eval.settings has {len(self.eval.settings)} entries; give one, the form of the server's drafts")
+        if self.without is not None and not self.concurrency:
+            raise ValueError(
+                "concurrency is empty, and both servers must answer in turns for a speedup; give 1, or leave without out"
+            )
         if 0 < self.samples < 64:
             raise ValueError(f"samples is {self.samples}; a test needs 64 texts at least, or 0 for none")
 
@@ -98,9 +103,9 @@ def check_server_command(options: CheckServerOptions) -> None:
 
     with guarded(options.output), starts_again("check"), cpu_threads(options.num_threads):
         _require_writable(options.output)
-        check = _check(options)
         device = torch.device(options.target.device or default_device())
         environment = asdict(describe_environment(device))  # of this command: the server has its own
+        check = _check(options)
         facts = {"url": options.url, "without": options.without, "environment": environment}
         write_json(options.output, {**facts, **check.as_json()})
     console = Console()
@@ -126,7 +131,7 @@ def _require_writable(file: Path) -> None:
         if file.is_dir():
             raise IsADirectoryError("it is a folder")
     except OSError as error:
-        raise ValueError(f"output is {file}, which can't be written ({error}); give another file") from error
+        raise ValueError(f"output is {file}, which can't be written ({error}); choose another output") from error
 
 
 def _check(options: CheckServerOptions) -> "ServerCheck":

@@ -12,9 +12,9 @@ from rich.markup import escape
 
 from ..data.fields import OPTIONS, PositiveInt
 from ..eval.config import EvalConfig
-from .check_server import CheckServerOptions, check_server_command
+from .check_server import USED, CheckServerOptions, check_server_command
 from .command_line import CommandLine
-from .options import BY_MACHINE, DrafterNames, TargetOptions, loaded_with, with_limit
+from .options import BY_MACHINE, DrafterNames, TargetOptions, loaded_with, require_used, with_limit
 
 if TYPE_CHECKING:
     from ..eval.results.rows import Row
@@ -57,6 +57,7 @@ class EvalOptions(TargetOptions):
         if self.engine is not None:
             if self.tuned or len(self.drafter) > 1:
                 raise ValueError(ONE_SERVER)
+            require_used(self.eval, USED - {"repeats"}, "eval --engine")
             self.of_server()
 
     def of_server(self) -> CheckServerOptions:

@@ -162,9 +162,9 @@ def recipe_text(recipe: Path, drafter: str, target: "TargetFacts", data: "DataFa
         "max_new_tokens": min(256, target.positions // 4),
     }
     # 3. The parts of this kind, then its sizes.
-    own = _parts()[drafter]
-    own |= {"training": indent(own["training"], "  "), "settings": indent(own["settings"], "    ")}
-    template = Template((TEMPLATES / "recipe.yaml").read_text(encoding="utf-8")).safe_substitute(own)
+    parts = _parts()[drafter]
+    parts |= {"training": indent(parts["training"], "  "), "settings": indent(parts["settings"], "    ")}
+    template = Template((TEMPLATES / "recipe.yaml").read_text(encoding="utf-8")).safe_substitute(parts)
     return Template(template).substitute(values | drafter_sizes(target))
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -36,6 +37,8 @@ LEAST_ACCEPTED = 0.9
 
 ROUNDING = 1e-3
 """Relative error of a difference of log-probabilities: logits of bfloat16 often differ by exactly the tolerance."""
+SAME_DRAFTS = 0.1
+"""Relative difference of drafted tokens per step, of drafts of one form: those at the ends of answers."""
 
 WAVES = 2
 """The two servers take turns after so many questions for each request at a time."""
@@ -136,34 +139,33 @@ def check_samples(reader: Reader, questions: Sequence[Question], replies: Sequen
 def ask_one_by_one(
     server: Server, questions: Sequence[Question], max_new_tokens: int, told: Told
 ) -> tuple[list[Reply], list[DraftCounts] | None]:
-    """Ask the questions one by one; return the replies, and what the server counts of its drafts for each.
+    """Ask the questions one by one; return the replies, and the server's counts of its drafts for each.
 
-    None if it counts none. A server may tell it with each answer. Else it counts at /metrics, and nobody else may use it
-    meanwhile; llama.cpp tells depths only there.
+    None if it doesn't count them. Counts that come with each answer are taken if they have depths. Else those at
+    /metrics are, and nobody else may use the server meanwhile.
     """
-    counts, replies, before = list[DraftCounts](), list[Reply](), server.counts()
+    replies, totals = list[Reply](), [server.counts()]
     for question in questions:
         replies += ask(server, [question], concurrency=1, max_new_tokens=max_new_tokens, told=told)[0]
-        after = server.counts()
-        if before is not None and after is not None:
-            counts.append(change := after.plus(before, -1))
-            if min(change.steps, change.accepted, change.drafted - change.accepted) < 0:
-                raise ValueError(
-                    f"{server.url} counts {change.accepted} accepted of {change.drafted} drafts: /metrics is wrong"
-                )
-        before = after
-    each = [reply.drafts or NO_DRAFTS for reply in replies]
-    for found in (each if any(count.by_depth for count in each) else [], counts, each):
-        if len(found) == len(questions) and any(count.steps for count in found):
-            return replies, found
-    return replies, None
+        totals.append(server.counts())
+    by_reply = [reply.drafts or NO_DRAFTS for reply in replies]
+    if any(count.by_depth for count in by_reply):
+        return replies, by_reply
+    if counts := [after.plus(before, -1) for before, after in pairwise(totals) if before and after]:
+        if bad := next(
+            (count for count in counts if min(count.steps, count.accepted, count.drafted - count.accepted) < 0), None
+        ):
+            raise ValueError(f"{server.url} counts {bad.accepted} accepted of {bad.drafted} drafts: /metrics is wrong")
+        if len(counts) == len(questions) and any(count.steps for count in counts):
+            return replies, counts
+    return replies, by_reply if any(count.drafted for count in by_reply) else None
 
 
 @torch.inference_mode()
 def drafts_here(
     target: HFTarget, method: Method, questions: Sequence[Question], max_new_tokens: int, num_depths: int, told: Told
 ) -> list[DraftCounts]:
-    """Decode the questions here; return what is accepted for each, at `num_depths`."""
+    """Decode the questions here; return what is accepted for each, at `num_depths`, or at all depths if that is zero."""
     counts = []
     for question in questions:
         prompt = torch.tensor(question.ids, device=target.device)
@@ -175,7 +177,10 @@ def drafts_here(
                 steps=sum(answer.accepted_histogram),
                 drafted=answer.num_draft_tokens,
                 accepted=answer.num_accepted,
-                by_depth=tuple(sum(answer.accepted_histogram[depth + 1 :]) for depth in range(num_depths)),
+                by_depth=tuple(
+                    sum(answer.accepted_histogram[depth:])
+                    for depth in range(1, 1 + (num_depths or len(answer.accepted_histogram) - 1))
+                ),
             )
         )
         told()
@@ -193,11 +198,12 @@ def check_drafts(server: Sequence[DraftCounts], here: Sequence[DraftCounts], *, 
     result = f"{theirs:.3f} accepted per step against {ours:.3f} here"
     is_more = interval is not None and interval[0] > 1 / LEAST_ACCEPTED
     if not passed or is_more:
-        each = [sum(count.drafted for count in side) / max(1, sum(count.steps for count in side)) for side in (server, here)]
-        result += (
-            f". {each[0]:.1f} tokens are drafted per step there, and {each[1]:.1f} here: give eval.settings the server's form. "
-            "Compare the drafter's weights, its feature layers and the chat template"
-        )
+        drafted = [sum(count.drafted for count in side) / max(1, sum(count.steps for count in side)) for side in (server, here)]
+        result += f". {drafted[0]:.1f} tokens are drafted per step there, and {drafted[1]:.1f} here: "
+        if abs(drafted[0] - drafted[1]) > SAME_DRAFTS * drafted[1]:
+            result += "give eval.settings the server's form of drafts"
+        else:
+            result += "compare the drafter's weights, its feature layers and the chat template"
     return CertificateLine(
         subject=f"drafts of {sum(count.steps for count in server)} steps",
         method="outrider's decoding of the same prompts",

@@ -17,7 +17,7 @@ from pydantic import BaseModel, FiniteFloat, NonNegativeInt, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from ...data.servers import KEY_VARIABLE, NO_ADDRESS, NO_FILTERS, is_address, server_address, server_key, shown
-from .draft_counts import DraftCounts, Metrics, Timings, counted, told
+from .draft_counts import DraftCounts, counted, drafts_of_reply
 
 CONNECT_SECONDS, SILENT_SECONDS, ANSWER_SECONDS = 10.0, 120.0, 900.0
 """Most seconds of a connection, between two parts of a reply, and of a whole reply."""
@@ -48,7 +48,7 @@ class Reply:
     is_retokenized: bool = False
     """Whether the server gave text only, which was tokenized here."""
     drafts: DraftCounts | None = None
-    """What the server says of this answer's drafts."""
+    """Those of this answer, if the server counts them with it."""
 
 
 class _Logprobs(BaseModel):
@@ -71,7 +71,7 @@ class _Chunk(BaseModel):
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    metrics: Metrics | None = None
+    metrics: Any = None
     error: Any = None
 
 
@@ -93,8 +93,8 @@ class _Part(BaseModel):
     stop_type: str = ""
     tokens_evaluated: int | None = None
     tokens_predicted: int = 0
-    timings: Timings | None = None
-    metrics: Metrics | None = None
+    timings: Any = None
+    metrics: Any = None
     """vLLM's, in OpenAI's protocol."""
     error: Any = None
 
@@ -241,7 +241,7 @@ class Server:
         first_seconds = seconds if first is None else first - started
         return Reply(
             tokens=tokens, ended=ended, tops=reply.tops(), seconds=seconds, first_seconds=first_seconds,
-            is_retokenized=is_retokenized, drafts=told(reply.metrics, reply.timings, reply.tokens_predicted),
+            is_retokenized=is_retokenized, drafts=drafts_of_reply(reply.metrics, reply.timings, reply.tokens_predicted),
         )  # fmt: skip
 
     def _read(self, path: str, body: dict[str, Any]) -> tuple[_Part, float | None]:
@@ -273,6 +273,7 @@ class Server:
             completion_probabilities=[_Place(top_logprobs=_tops(place)) for place in places],
             stop_type=choice.finish_reason or "",
             tokens_evaluated=num_read,
+            metrics=chunk.metrics,
         )
 
     def _valid(self, kind: Any, event: str) -> Any:

@@ -1,11 +1,13 @@
-"""What a server says of its drafts: in its counters at /metrics, or with each answer."""
+"""A server's counts of its drafts: at /metrics, or with each answer."""
 
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
-from pydantic import BaseModel, NonNegativeInt
+from pydantic import BaseModel, NonNegativeInt, ValidationError
 
 COUNT = re.compile(r'^\w+:spec_decode_num_(\w+)_total(?:\{(?:[^}]*\bposition="(\d+)")?[^}]*\})?\s+([\d.eE+]+)$', re.MULTILINE)
 """A counter of drafts in the text of /metrics, as vLLM and llama.cpp write it."""
@@ -20,7 +22,7 @@ class DraftCounts:
     accepted: int
     by_depth: tuple[int, ...]
     """How often the first draft token was accepted, the second, ...; empty if the server doesn't say, as llama.cpp
-    before its first draft."""
+    before its first draft, and with an answer."""
 
     def plus(self, other: "DraftCounts", sign: int = 1) -> "DraftCounts":
         """Return the sum of two counts; with the sign -1, what was counted after `other`."""
@@ -33,8 +35,12 @@ class DraftCounts:
         )
 
 
-class Speculative(BaseModel):
-    """What vLLM says of a request's drafts (its option --per-request-spec-decode-metrics)."""
+NO_DRAFTS = DraftCounts(steps=0, drafted=0, accepted=0, by_depth=())
+"""Of an answer without steps."""
+
+
+class _Speculative(BaseModel):
+    """The drafts of a request, as vLLM counts them (its option --per-request-spec-decode-metrics)."""
 
     num_spec_steps: NonNegativeInt
     num_draft_tokens: NonNegativeInt
@@ -42,14 +48,12 @@ class Speculative(BaseModel):
     acceptance_histogram: list[NonNegativeInt]
 
 
-class Metrics(BaseModel):
-    """What vLLM says of a request."""
-
-    speculative_decoding: Speculative | None = None
+class _Metrics(BaseModel):
+    speculative_decoding: _Speculative
 
 
-class Timings(BaseModel):
-    """What llama.cpp says of an answer's drafts; nothing where it had none."""
+class _Timings(BaseModel):
+    """The drafts of an answer, as llama.cpp counts them; it leaves them out where there were none."""
 
     draft_n: NonNegativeInt = 0
     draft_n_accepted: NonNegativeInt = 0
@@ -81,17 +85,24 @@ def counted(metrics: str, url: str) -> DraftCounts | None:
     )
 
 
-def told(metrics: Metrics | None, timings: Timings | None, num_tokens: int) -> DraftCounts | None:
-    """Return what a server has said of the drafts of an answer of so many tokens; None if it said nothing."""
-    if metrics is not None and (said := metrics.speculative_decoding) is not None:
-        by_depth = tuple(sum(said.acceptance_histogram[depth:]) for depth in range(1, len(said.acceptance_histogram)))
-        accepted, drafted = said.num_accepted_draft_tokens, said.num_draft_tokens
-        return DraftCounts(steps=said.num_spec_steps, drafted=drafted, accepted=accepted, by_depth=by_depth)
-    if timings is None or not timings.draft_n:
-        return None
-    # llama.cpp tells neither steps nor depths here. Each step adds one token that no draft has.
-    accepted = timings.draft_n_accepted
-    return DraftCounts(steps=max(0, num_tokens - 1 - accepted), drafted=timings.draft_n, accepted=accepted, by_depth=())
+def drafts_of_reply(metrics: Any, timings: Any, num_tokens: int) -> DraftCounts | None:
+    """Return the drafts of a reply of so many tokens, from what vLLM calls its metrics and llama.cpp its timings.
 
-
-NO_DRAFTS = DraftCounts(steps=0, drafted=0, accepted=0, by_depth=())
+    None if there is neither, or if another server means something else by these names.
+    """
+    with suppress(ValidationError):
+        counts = _Metrics.model_validate(metrics).speculative_decoding
+        histogram = counts.acceptance_histogram
+        return DraftCounts(
+            steps=counts.num_spec_steps,
+            drafted=counts.num_draft_tokens,
+            accepted=counts.num_accepted_draft_tokens,
+            by_depth=tuple(sum(histogram[depth:]) for depth in range(1, len(histogram))),
+        )
+    with suppress(ValidationError):
+        drafts = _Timings.model_validate(timings)
+        # There are neither steps nor depths here. Each step writes one token that no draft has; where a stop token ends
+        # the answer, drafts behind it count as accepted, so that there are too few steps.
+        steps = max(0, num_tokens - 1 - drafts.draft_n_accepted)
+        return DraftCounts(steps=steps, drafted=drafts.draft_n, accepted=drafts.draft_n_accepted, by_depth=())
+    return None

@@ -140,7 +140,7 @@ def rows_of(ways: Sequence[Way], wall: Mapping[str, list[float]], found: Mapping
     """Return a row for each part of each way, and for both parts together. The first way is the baseline."""
     equal = {
         ANSWERS: f"{found['equal_answers']} of {found['answers']}",
-        LABELS: f"{found['equal_labels']} of {found['labels']}",
+        LABELS: f"{found['equal_labels']} of {found['given_labels']} given, {found['labels']} in all",
     }
     differ = {LABELS: max((layer["largest"] for layer in found["states"].values()), default="-")}
     rows, baseline = [], dict[str, list[float]]()

@@ -181,7 +181,9 @@ def test_an_engine_accepts_what_outrider_accepts(
     output = tmp_path / "check.json"
     served_by = partial(vllm, processes=1 + (cell.engine == DIVIDED)) if is_vllm else llama_cpp
     with served_by(served, cell.method, exported, length, tmp_path / "log") as url:
-        assert cell.version in version_of(url, is_vllm=is_vllm)
+        assert cell.version in version_of(url, is_vllm=is_vllm), (
+            "another version: remove it from build/engines, and make it again"
+        )
         # A merge learns from text to text, so its texts must come in our order.
         checks = ["--suites", prompts, "--max-new-tokens", MAX_NEW_TOKENS, "--repeats", 1, "--samples", 0]
         checks += ["--concurrency", 1 if lookup else 4]

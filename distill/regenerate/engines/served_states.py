@@ -52,7 +52,7 @@ class ServedStates:
     layers: tuple[int, ...]
     """Layers whose inputs are read besides the last states."""
     turns: Iterator[int] = field(default_factory=count)
-    """Numbers of the texts: the servers take turns from batch to batch."""
+    """Counts the texts, so that the servers take turns also between batches."""
 
     def require_same_states(self) -> None:
         """Read a short text by each server and by the target here.

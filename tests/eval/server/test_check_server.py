@@ -16,6 +16,7 @@ from outrider.data.suites import Prompt
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.eval.server import check as checks
 from outrider.eval.server import client
+from outrider.eval.server.draft_counts import DraftCounts, drafts_of_reply
 from outrider.eval.server.questions import Question, ask, is_right
 from outrider.eval.server.readings import Reading, ServerThere, TargetHere
 from outrider.models.decoding import GreedyAcceptance, generate
@@ -103,7 +104,7 @@ def test_eval_prints_the_table_of_a_server(check: Any, target: HFTarget, tiny_ta
     """`eval --engine` has the figures of `check-server`, under its own options."""
     with serving(served(target, tree_nodes=4)) as server:
         usual = ("--target", str(tiny_target_dir), "--suites", str(tmp_path / "short.jsonl"), "--max-new-tokens", "24")
-        drafts = ("--drafter", "prompt_lookup", "--settings", CHAIN, "--repeats", "1", "--output", str(tmp_path / "engine"))
+        drafts = ("--drafter", "prompt_lookup", "--settings", CHAIN, "--output", str(tmp_path / "engine"))
         _, expected = check(server.url, *drafts[:4])
         result = invoke(["eval", "--engine", server.url, *usual, *drafts])
         found = json.loads((tmp_path / "engine" / "check-server.json").read_text())
@@ -114,6 +115,7 @@ def test_eval_prints_the_table_of_a_server(check: Any, target: HFTarget, tiny_ta
         assert found["speeds"][0]["tokens_per_second"] > 0
         for wrong, message in (
             (["--temperatures", "1"], "eval.temperatures"),
+            (["--repeats", "5"], "eval.repeats"),
             (["--drafter", "suffix"], "one drafter"),
             (["--launch", "pipeline_cpu"], "leave tuned and launch out"),
             (["--output", str(tmp_path / "short.jsonl")], "can't be written"),
@@ -390,8 +392,51 @@ def test_drafts_that_a_server_tells_with_each_answer_are_read(check: Any, target
     if is_llama_cpp:  # its steps are computed from its tokens, and here the last step of an answer may accept more than these
         assert (there["accepted"], there["drafted"], there["by_depth"]) == (here["accepted"], here["drafted"], [])
         assert 0 < there["steps"] <= here["steps"]
+        assert here["by_depth"][0] > 0
     else:
         assert there == here
+
+
+@pytest.mark.parametrize(
+    ("metrics", "timings", "expected"),
+    [
+        (None, None, None),
+        ([], "fast", None),
+        ({"speculative_decoding": {"num_spec_steps": 3}}, {"draft_n": None}, None),
+        (None, {"predicted_ms": 7.0}, (9, 0, 0, ())),  # llama.cpp, whose drafter proposed nothing
+        (None, {"draft_n": 12, "draft_n_accepted": 4}, (5, 12, 4, ())),
+        (
+            {
+                "speculative_decoding": {
+                    "num_spec_steps": 5,
+                    "num_draft_tokens": 10,
+                    "num_accepted_draft_tokens": 4,
+                    "acceptance_histogram": [2, 2, 1],
+                }
+            },
+            None,
+            (5, 10, 4, (3, 1)),
+        ),
+    ],
+)
+def test_counts_that_come_with_an_answer_are_read_or_left(metrics: Any, timings: Any, expected: Any) -> None:
+    found = drafts_of_reply(metrics, timings, 10)
+    assert (found and (found.steps, found.drafted, found.accepted, found.by_depth)) == expected
+
+
+@pytest.mark.parametrize(
+    ("there", "advice"), [((10, 40, 1), "compare the drafter's weights"), ((10, 20, 1), "give eval.settings the server's form")]
+)
+@pytest.mark.parametrize("swaps", [False, True])
+def test_other_acceptance_is_explained_by_the_number_of_drafts(there: Any, advice: str, swaps: bool) -> None:
+    """A server that accepts less fails; one that accepts far more passes with the same advice."""
+    sides = [
+        [DraftCounts(steps=steps, drafted=drafted, accepted=accepted, by_depth=())] * 8
+        for steps, drafted, accepted in (there, (10, 40, 20))
+    ]
+    line = checks.check_drafts(*(sides[::-1] if swaps else sides), seed=0)
+    assert line.passed is swaps
+    assert advice in line.result
 
 
 def test_a_server_that_should_draft_and_counts_no_drafts_fails(check: Any, target: HFTarget) -> None:
