@@ -123,10 +123,9 @@ def check_server_command(options: CheckServerOptions) -> None:
 
 
 def _require_writable(file: Path) -> None:
-    """Raise ValueError if a file can't be written, before long work."""
+    """Raise ValueError if a file can't be written, before long work. Nothing is left, also no folder."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=file.parent):
+        with TemporaryFile(dir=next(folder for folder in file.parents if folder.exists())):
             pass
         if file.is_dir():
             raise IsADirectoryError("it is a folder")

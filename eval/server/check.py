@@ -38,7 +38,8 @@ LEAST_ACCEPTED = 0.9
 ROUNDING = 1e-3
 """Relative error of a difference of log-probabilities: logits of bfloat16 often differ by exactly the tolerance."""
 SAME_DRAFTS = 0.1
-"""Relative difference of drafted tokens per step, of drafts of one form: those at the ends of answers."""
+"""Largest relative difference of drafted tokens per step between two sides that draft in one form: an engine may draft
+less at the end of an answer."""
 
 WAVES = 2
 """The two servers take turns after so many questions for each request at a time."""
@@ -219,7 +220,7 @@ def no_drafts(num_questions: int) -> CertificateLine:
         subject="drafts",
         method="outrider's decoding of the same prompts",
         num_cases=num_questions,
-        result="the server counts none at /metrics, and tells none with its answers: it doesn't draft, or doesn't say "
+        result="the server counts none at /metrics, and sends none with its answers: it doesn't draft, or doesn't say "
         "(SGLang's counts aren't read)",
         passed=False,
     )

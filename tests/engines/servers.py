@@ -7,10 +7,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -26,8 +25,7 @@ VLLM_VARIABLES = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    # outrider, for its proposer, and the connector that writes states
-    "PYTHONPATH": os.pathsep.join(str(Path(__file__).parents[2] / name) for name in ("build/types", "scripts/engines")),
+    "PYTHONPATH": str(Path(__file__).parents[2] / "build" / "types"),  # outrider, for its proposer
 }
 PROPOSER = "outrider.models.export.vllm_proposer.Proposer"
 START_SECONDS = 300.0
@@ -42,33 +40,16 @@ def missing(path: Path) -> pytest.MarkDecorator:
 def vllm(target: Path, method: str, drafter: Path, length: int, log: Path, *, processes: int = 1) -> Iterator[str]:
     """Serve a target and a drafter with vLLM in float32; `processes` divide the target. Yield the address."""
     model = PROPOSER if method == "custom_class" else str(drafter)
-    speculative = {"method": method, "model": model, "num_speculative_tokens": length}
-    options = ["--additional-config", json.dumps({"outrider_drafter": str(drafter)}), "--tensor-parallel-size", processes]
-    with _vllm(target, "float32", speculative, options, log) as url:
-        yield url
-
-
-@contextmanager
-def vllm_states(target: Path, dtype: str, layers: Sequence[int], folder: Path, log: Path) -> Iterator[str]:
-    """Serve a target with vLLM, which writes the inputs of layers to files in a folder; yield the address."""
-    speculative = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
-    speculative["draft_model_config"] = {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}}
-    transfer = {"kv_connector": "CpuStatesConnector", "kv_connector_module_path": "cpu_states_connector"}
-    transfer |= {"kv_role": "kv_producer", "kv_connector_extra_config": {"shared_storage_path": str(folder)}}
-    with _vllm(target, dtype, speculative, ["--kv-transfer-config", json.dumps(transfer)], log) as url:
-        yield url
-
-
-@contextmanager
-def _vllm(target: Path, dtype: str, speculative: dict[str, Any], options: Sequence[object], log: Path) -> Iterator[str]:
-    command = [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", target, "--dtype", dtype, *options]
+    speculative = json.dumps({"method": method, "model": model, "num_speculative_tokens": length})
+    command = [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", target, "--dtype", "float32"]
     command += ["--enforce-eager", "--max-model-len", 1024, "--max-num-seqs", 4, "--no-enable-prefix-caching"]
-    with _running([*command, "--speculative-config", json.dumps(speculative)], "/v1/models", log, VLLM_VARIABLES) as url:
+    command += ["--additional-config", json.dumps({"outrider_drafter": str(drafter)}), "--tensor-parallel-size", processes]
+    with _running([*command, "--speculative-config", speculative], "/v1/models", log, VLLM_VARIABLES) as url:
         yield url
 
 
 def version_of(url: str, *, is_vllm: bool) -> str:
-    """Return the version that a server tells."""
+    """Return a server's version."""
     reply = httpx.get(f"{url}/{'version' if is_vllm else 'props'}", timeout=30, trust_env=False).json()
     return str(reply["version" if is_vllm else "build_info"])
 

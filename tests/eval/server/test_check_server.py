@@ -119,10 +119,15 @@ def test_eval_prints_the_table_of_a_server(check: Any, target: HFTarget, tiny_ta
             (["--drafter", "suffix"], "one drafter"),
             (["--launch", "pipeline_cpu"], "leave tuned and launch out"),
             (["--output", str(tmp_path / "short.jsonl")], "can't be written"),
+            (
+                ["--output", str(tmp_path / "new" / "folder"), "--limit", "8", "--max-new-tokens", "9999"],
+                "no prompt leaves room",
+            ),
         ):
             result = invoke(["eval", "--engine", server.url, *usual, *drafts, *wrong])
             assert result.exit_code == 2
             assert message in result.output
+        assert not (tmp_path / "new").exists(), "an error leaves no folder"
         for urls in (["eval", "--engine", ""], ["check-server", ""], ["check-server", server.url, "--without", ""]):
             result = invoke([*urls, *usual, "--drafter", "prompt_lookup"])
             assert result.exit_code == 2
