@@ -23,11 +23,11 @@ def read(target: HFTarget) -> None:
     target.prefill(Prompts.of(torch.tensor([[30, 31, 32]])), max_new_tokens=4, max_nodes=4)
 
 
-def make_target(dtype: torch.dtype, noise: float = 0.0, special_noise: float = 0.0) -> HFTarget:
+def make_target(dtype: torch.dtype, noise: float = 0.0, special_noise: float = 0.0, noisy_tokens: int = 0) -> HFTarget:
     """Return a random target of strong attention.
 
     Its input embeddings have a relative noise in each pass, as if this type rounded so coarsely. The
-    first token ids have tiny embeddings and another noise.
+    first token ids have tiny embeddings and another noise. Passes of fewer than `noisy_tokens` have none.
     """
     torch.manual_seed(SEED)
     sizes = {"vocab_size": 160, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -38,6 +38,8 @@ def make_target(dtype: torch.dtype, noise: float = 0.0, special_noise: float = 0
     embeddings.weight.data[:NUM_SPECIAL] *= 1e-3
 
     def add_noise(_: torch.nn.Module, inputs: tuple[torch.Tensor], states: torch.Tensor) -> torch.Tensor:
+        if inputs[0].numel() < noisy_tokens:
+            return states
         size = torch.where(inputs[0] < NUM_SPECIAL, special_noise, noise)[..., None]
         return states * (1 + size * torch.randn(states.shape)).to(states.dtype)
 
@@ -54,6 +56,13 @@ def test_coarse_rounding_of_a_narrow_type_is_accepted(noise: float, monkeypatch:
     read(target)
     require_packing(target)
     assert measure.called or not noise, "no error was compared with that of plain decoding"
+
+
+def test_another_kernel_for_batches_is_accepted() -> None:
+    """Processors with AMX round a lone short text just as its tokens alone, and a batch in another way."""
+    target = make_target(torch.bfloat16, 0.02, noisy_tokens=32)
+    read(target)
+    require_packing(target)
 
 
 def test_special_tokens_would_have_failed_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
