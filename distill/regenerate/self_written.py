@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 
 FEW_KEPT = 0.4
 """Warn if a smaller share of the conversations can be used."""
-NUM_SHOWN, NUM_SAMPLED = 3, 16
-"""Conversations that the log shows, and that a plan tries."""
+NUM_SHOWN = 3
+"""Conversations that the log shows."""
 REPEATED = "question that nearly repeats an earlier one"
 
 
@@ -204,7 +204,7 @@ def sample_conversations(
         if not missing and (path := folder.with_suffix(".jsonl")).exists():
             return path
         # 2. A sample of the others.
-        sample = written.items[: config.decode_batch_size or NUM_SAMPLED]
+        sample = written.items[: config.tried_rows]
         target.choose_linears()
         with ExitStack() as stack, tqdm(disable=True) as progress:
             engine, started = written.open(stack), time.perf_counter()

@@ -14,6 +14,7 @@ from outrider.cli.compose import compose, read_run_line
 from outrider.cli.run import run
 from outrider.cli.samples import FIRST_SIZE, REPEATS, PlainDecoding, cut, grow
 from outrider.data.types import Example
+from outrider.distill.config import DECODER_ROWS
 from outrider.models.llm.loading import load_target
 from outrider.train.setup import LossModule
 
@@ -155,11 +156,13 @@ def test_the_planned_time_agrees_with_the_stage(unit, stage, overrides, tmp_path
     assert now[0] / 1.5 < planned < now[0] * 1.5, unit
 
 
-def test_answers_are_planned_before_their_labels(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    run_here("conf=demo", *overrides, "plan=true", "stages=[distill]", "distill={engine: decoder, max_new_tokens: 24}")
+@pytest.mark.parametrize(("engine", "rows"), [("decoder", DECODER_ROWS), ("batch", 3)])
+def test_answers_are_planned_before_their_labels(engine, rows, overrides, capsys):
+    distill = f"distill={{engine: {engine}, max_new_tokens: 24, shard_examples: 3}}"
+    run_here("conf=demo", *overrides, "plan=true", "stages=[distill]", distill)
     printed = capsys.readouterr().out
     assert titles(printed) == ["answers", "labels"]
-    assert "5 answers of about" in printed
+    assert re.search(rf"5 answers of about \d+ tokens, in batches of {rows}\n", printed)
 
 
 def test_a_too_small_disk_and_a_long_run_are_shown(overrides, monkeypatch, capsys):

@@ -12,9 +12,8 @@ from ....models.decoding.protocols import Drafter
 from ....models.decoding.sampling import RowSeeds, Sampling
 from ....models.decoding.stopping import Finish
 from ....models.llm.hf_target import HFTarget
+from ...config import DECODER_ROWS
 from ..engine import Answer, Limits, Request
-
-DEFAULT_BATCH_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class DecoderEngine:
     drafter: Drafter[Any, Any]
     sampling: Sampling
     limits: Limits
-    batch_size: int = DEFAULT_BATCH_SIZE
+    batch_size: int = DECODER_ROWS
     drafter_context: int | None = None
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:

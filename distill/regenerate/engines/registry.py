@@ -9,7 +9,7 @@ from pathlib import Path
 from ....models.decoding.loop import NullDrafter
 from ....models.drafters.saved.loading import LoadedDrafter
 from ....models.llm.hf_target import HFTarget
-from ...config import DistillConfig
+from ...config import DECODER_ROWS, DistillConfig
 from ..engine import Engine, Limits
 from . import batch, decoder, openai
 from .served_states import open_states
@@ -38,7 +38,7 @@ def open_engine(
             NullDrafter() if drafter is None else drafter,
             sampling=config.sampling,
             limits=limits,
-            batch_size=config.decode_batch_size or decoder.DEFAULT_BATCH_SIZE,
+            batch_size=config.decode_batch_size or DECODER_ROWS,
             drafter_context=None if drafter is None else drafter.context_length,
         )
     elif config.engine == "batch":
