@@ -2,17 +2,19 @@
 
 Every rule has the same two halves. The first half decides for each node alone whether the node is
 accepted if its parent is. The second half, `follow`, walks down the accepted nodes. All nodes are
-decided at once on the device, so no rule makes the host wait; but on a CPU `follow_draws` decides only
-the nodes on the way.
+decided at once on the device, so no rule makes the host wait; but on a CPU `follow_on_host` and
+`follow_draws` decide only the nodes on the way.
 """
 
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch.nn.functional import pad
 
+from .reading import acceptance_of
 from .sampling import Randomness, RowSeeds, Sampling, choose, warp
 from .tree import DraftTree
 from .types import NO_NODE, Acceptance, TargetOutput
@@ -27,6 +29,8 @@ class GreedyAcceptance:
     lossless, is_random = True, False
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
+        if output.logits.is_cpu and tree.num_nodes:
+            return follow_on_host(tree, output.logits)
         peaks, choices = output.logits.max(-1)
         return follow_choices(tree, choices, peaks)
 
@@ -129,6 +133,36 @@ def follow_choices(
     return Acceptance(path=path, num_accepted=num_accepted, entry=entry, bonus_token=bonus_token, peaks=peaks)
 
 
+def follow_on_host(tree: DraftTree, logits: Float[torch.Tensor, "batch entry vocab"]) -> Acceptance:
+    """Walk down as `follow_choices` does, and choose only after the accepted nodes.
+
+    Makes all numbers of the decision, too (see `reading.numbers_of`). On a CPU, an operation of torch takes longer
+    than a loop over a small tree, and with a large vocabulary the largest logits after all nodes take milliseconds.
+    """
+    depth, rows = tree.max_depth, []
+    for tokens, parents, entries in zip(tree.tokens.tolist(), tree.parents.tolist(), logits, strict=True):
+        # 1. The accepted nodes: each with the path to it, its peak and the choice after it. Padding is never chosen.
+        reached, last = {NO_NODE: ([], *_peak(entries[0]))}, NO_NODE
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            if parent in reached and reached[parent][2] == token:
+                reached[node] = ([*reached[parent][0], node], *_peak(entries[node + 1]))
+                if len(reached[node][0]) > len(reached[last][0]):
+                    last = node
+        # 2. The longest path, padded.
+        path, _, bonus = reached[last]
+        count, rest = len(path), depth - len(path)
+        drafts, are_numbers = [tokens[node] for node in path], [abs(reached[node][1]) < inf for node in (NO_NODE, *path)]
+        row = [count, count + 1, last + 1, bonus, *path, *[NO_NODE] * rest, 0, *(node + 1 for node in path), *[0] * rest]
+        rows.append([*row, *drafts, *[0] * rest, *are_numbers, *[1] * rest])
+    return acceptance_of(torch.tensor(rows), depth)
+
+
+def _peak(logits: Float[torch.Tensor, " vocab"]) -> tuple[float, int]:
+    """Return the largest logit and its token."""
+    peak, choice = logits.max(-1)
+    return peak.item(), int(choice)
+
+
 def follow_draws(
     tree: DraftTree, logits: Float[torch.Tensor, "batch entry vocab"], sampling: Sampling, seeds: RowSeeds
 ) -> Acceptance:
@@ -143,7 +177,7 @@ def follow_draws(
     for depth in range(tree.max_depth + 1):
         probs = warp(logits[going, entry[going]], sampling)
         clocks = seeds.clocks(probs.new_empty(batch), torch.tensor([depth]), probs.shape[-1])[going, 0]
-        bonus[going] = (probs / clocks).argmax(-1)
+        bonus[going] = (probs / clocks).max(-1).indices
         is_next = (tree.parents[going] == entry[going, None] - 1) & (tree.tokens[going] == bonus[going, None])
         has_next = is_next.any(-1)
         if not has_next.any():

@@ -152,9 +152,9 @@ class RowSeeds:
         self, probs: Float[torch.Tensor, "batch entry vocab"], depths: Int[torch.Tensor, "batch entry"], max_depth: int
     ) -> Int[torch.Tensor, "batch entry"]:
         if depths.shape[1] <= max_depth:  # fewer entries than depths
-            return (probs / self.clocks(probs, depths, probs.shape[-1])).argmax(-1)
+            return (probs / self.clocks(probs, depths, probs.shape[-1])).max(-1).indices
         clocks = self.clocks(probs, torch.arange(max_depth + 1, device=probs.device), probs.shape[-1])
-        return (probs / clocks.gather(1, depths[:, :, None].expand_as(probs))).argmax(-1)
+        return (probs / clocks.gather(1, depths[:, :, None].expand_as(probs))).max(-1).indices
 
     def clocks(
         self,

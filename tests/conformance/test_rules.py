@@ -70,8 +70,10 @@ def test_speculative_sampling_is_exact_with_five_tokens():
     require_exact(list(check_rule(lambda sampling: SpeculativeSampling(sampling=sampling), vocab=5, **options)))
 
 
-def test_greedy_acceptance_is_exact_with_every_tree():
-    checks = list(check_rule(lambda sampling: GreedyAcceptance(), samplings=["greedy"]))
+@pytest.mark.parametrize("on_device", [False, True])
+def test_greedy_acceptance_is_exact_with_every_tree(on_device, mutate):
+    rule = mutate(*ON_DEVICE).GreedyAcceptance() if on_device else GreedyAcceptance()
+    checks = list(check_rule(lambda sampling: rule, samplings=["greedy"]))
     assert len(checks) == len(SHAPES) * 2
     require_exact(checks)
 
@@ -363,6 +365,8 @@ WALK_MUTANTS = (
     "walk ends a node early",
     "children of refused nodes",
 )
+ON_DEVICE = ("output.logits.is_cpu and tree.num_nodes", "False")
+"""Greedy acceptance as on an accelerator."""
 GREEDY_MUTANTS = {
     **{name: ACCEPTANCE_MUTANTS[name] for name in WALK_MUTANTS},
     "arg-min": ("output.logits.max(-1)\n", "output.logits.min(-1)\n"),
@@ -371,6 +375,13 @@ GREEDY_MUTANTS = {
         "tree.tokens == choices.gather(1, tree.parents + 1)",
         "(tree.tokens == choices.gather(1, tree.parents + 1)) | (tree.parents >= 0)",
     ),
+}
+HOST_MUTANTS = {
+    "any node after an accepted one": (" and reached[parent][2] == token", ""),
+    "choice of the entry before": ("_peak(entries[node + 1])", "_peak(entries[node])"),
+    "smallest logit": ("logits.max(-1)\n    return", "logits.min(-1)\n    return"),
+    "bonus after the root": ("path, _, bonus = reached[last]", "path, bonus = reached[last][0], reached[NO_NODE][2]"),
+    "walk ends a node early": ("count, rest = len(path), depth", "path = path[:-1]\n        count, rest = len(path), depth"),
 }
 TYPICAL_MUTANTS = {
     "bonus after the root": ("probs[rows, entry][:, None]", "probs[rows, 0][:, None]"),
@@ -398,7 +409,7 @@ WARP_MUTANTS = {
 DRAW_MUTANTS = {
     "the depth before": ("pad(tree.depths, (1, 0))", "(pad(tree.depths, (1, 0)) - 1).clamp(min=0)"),
     "one depth": ("torch.tensor([depth])", "torch.tensor([0])"),
-    "arg-max on the way": ("(probs / clocks).argmax(-1)", "probs.argmax(-1)"),
+    "arg-max on the way": ("(probs / clocks).max(-1)", "probs.max(-1)"),
     "not warped on the way": ("warp(logits[going, entry[going]], sampling)", "logits[going, entry[going]].softmax(-1)"),
     "the child of any node": ("(tree.parents[going] == entry[going, None] - 1) & ", ""),
     "any child": (" & (tree.tokens[going] == bonus[going, None])", ""),
@@ -463,9 +474,9 @@ def test_every_mutant_of_the_sampler_is_caught(name, mutate):
     assert_caught(lambda sampling: module.SpeculativeSampling(sampling=sampling), samplings=["temperature 0.5", "top-k 2"])
 
 
-@pytest.mark.parametrize("name", GREEDY_MUTANTS)
+@pytest.mark.parametrize("name", [*GREEDY_MUTANTS, *HOST_MUTANTS])
 def test_every_mutant_of_greedy_acceptance_is_caught(name, mutate):
-    module = mutate(*GREEDY_MUTANTS[name])
+    module = mutate(*(HOST_MUTANTS[name] if name in HOST_MUTANTS else GREEDY_MUTANTS[name] + ON_DEVICE))
     assert_caught(lambda sampling: module.GreedyAcceptance(), samplings=["greedy"])
 
 
