@@ -36,7 +36,8 @@ def greedy(model: PreTrainedModel, hidden_states: Float[torch.Tensor, "position 
     [position, vocab] never exists as a whole. Some models scale or soft-cap their logits; both are
     monotonic, so the arg-max doesn't change.
     """
-    return torch.cat([logits.argmax(-1) for logits in logit_chunks(model, hidden_states)])
+    # On a CPU `max` takes a quarter of the time of `argmax`.
+    return torch.cat([logits.max(-1).indices for logits in logit_chunks(model, hidden_states)])
 
 
 def logit_chunks(

@@ -272,8 +272,8 @@ def pack(search: SearchTree, kept: Bool[torch.Tensor, "batch node"], num_nodes: 
 # --- selection of the few largest of many values
 
 
-BLOCK_SIZE = 64
-"""Number of neighbouring values in a block."""
+BLOCK_SIZE = 32
+"""Number of values in a block. They lie apart, so that a processor compares neighbouring blocks at once."""
 MIN_VALUES = 2**15
 """Fewest values, of the whole batch, of which blocks are ranked first: of fewer, `topk` alone is
 faster on a CPU."""
@@ -293,8 +293,8 @@ def largest(
         return values.topk(count, dim=-1)
     if missing := -num_values % BLOCK_SIZE:
         values = pad(values, (0, missing), value=-torch.inf)
-    blocks = values.unflatten(-1, (-1, BLOCK_SIZE))
-    best = blocks.amax(-1).topk(count, dim=-1, sorted=False).indices
-    candidates = blocks.gather(-2, best[..., None].expand(*best.shape, BLOCK_SIZE)).flatten(-2)
+    blocks = values.unflatten(-1, (BLOCK_SIZE, -1))  # a block is a column
+    best = blocks.amax(-2).topk(count, dim=-1, sorted=False).indices
+    candidates = blocks.gather(-1, best[..., None, :].expand(*best.shape[:-1], BLOCK_SIZE, count)).flatten(-2)
     top, chosen = candidates.topk(count, dim=-1)
-    return top, best.gather(-1, chosen // BLOCK_SIZE) * BLOCK_SIZE + chosen % BLOCK_SIZE
+    return top, chosen // count * blocks.shape[-1] + best.gather(-1, chosen % count)
