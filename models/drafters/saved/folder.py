@@ -170,7 +170,7 @@ def tensor_names(path: Path, called: str = "") -> list[str]:
 def read_weights(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Read the tensors of a file; check names, shapes and kinds of number by `expected`."""
     tensors = safetensors.torch.load_file(path)
-    raise_problems(path, shape_problems(tensors, expected) or infinite_problems(tensors))
+    raise_weight_problems(path, shape_problems(tensors, expected) or infinite_problems(tensors))
     return tensors
 
 
@@ -206,7 +206,7 @@ def infinite_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     ]
 
 
-def raise_problems(path: Path, problems: list[str]) -> None:
+def raise_weight_problems(path: Path, problems: list[str]) -> None:
     """Raise ValueError with the first problems of a folder or its weights."""
     if problems:
         raise ValueError(f"{path} doesn't hold the drafter that its {CONFIG_FILE} describes: {first_of(problems, '; ')}")
