@@ -15,6 +15,7 @@ from ..models.machine import hardware
 from .config import TrainConfig, with_accumulation
 from .loop import fit, resume
 from .low_rank import require_whole_weights
+from .parallel import sharding
 from .processes import require_supported_launch
 from .records import require_tracker
 from .results import describe_run, is_trained, save_results, take_over_options
@@ -45,7 +46,7 @@ def train(
     # 1. Checks, before any file changes.
     require_supported_launch(accelerator)
     require_tracker(config)
-    require_whole_weights(config, accelerator)
+    require_whole_weights(config.lora_rank, sharding(accelerator))
     require_texts_for_all(config, accelerator, tensor_parallel=target.tensor_parallel)
     config = with_accumulation(config, accelerator.num_processes)
     manifest = label_store(shards_dir).load()
