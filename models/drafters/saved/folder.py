@@ -99,7 +99,8 @@ def record_weights(directory: Path) -> None:
 
 def require_recorded_weights(directory: Path) -> None:
     """Raise ValueError if the weights aren't those whose digest `config.json` records."""
-    if sha256_file(directory / WEIGHTS_FILE) != read_drafter_config(directory).weights_sha256:
+    recorded = read_drafter_config(directory).weights_sha256
+    if sha256_file(directory / WEIGHTS_FILE) != recorded:
         raise ValueError(
             f"{directory / WEIGHTS_FILE} was altered or damaged: its SHA-256 digest is not the one in {CONFIG_FILE}. Copy or "
             "download it again, or run the training's command again, which writes it from the last checkpoint"
