@@ -94,7 +94,8 @@ def run(config: RunConfig, *, plan: bool = False) -> None:
     for drafter in config.drafter_runs() if "train" in config.stages else ():
         with_accumulation(drafter.train, accelerator.num_processes)  # raises before any long work
         require_whole_weights(drafter.train.lora_rank, sharding(accelerator))
-        require_texts_for_all(drafter.train, accelerator, tensor_parallel=config.target.tensor_parallel)
+        num_texts = drafter.train.validation_texts
+        require_texts_for_all(num_texts, accelerator.num_processes, tensor_parallel=config.target.tensor_parallel)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     configure_logging(accelerator.is_main_process)
