@@ -54,6 +54,7 @@ from ..models.llm.loading import load_target
 from ..train.checkpoint import latest_checkpoint, step_of
 from ..train.config import with_accumulation
 from ..train.low_rank import require_whole_weights
+from ..train.parallel import sharding
 from ..train.processes import make_accelerator, require_supported_launch
 from ..train.records import require_tracker
 from ..train.results import CHECKPOINTS_DIR
@@ -92,8 +93,9 @@ def run(config: RunConfig, *, plan: bool = False) -> None:
     require_supported_launch(accelerator)
     for drafter in config.drafter_runs() if "train" in config.stages else ():
         with_accumulation(drafter.train, accelerator.num_processes)  # raises before any long work
-        require_whole_weights(drafter.train, accelerator)
-        require_texts_for_all(drafter.train, accelerator, tensor_parallel=config.target.tensor_parallel)
+        require_whole_weights(drafter.train.lora_rank, sharding(accelerator))
+        num_texts = drafter.train.validation_texts
+        require_texts_for_all(num_texts, accelerator.num_processes, tensor_parallel=config.target.tensor_parallel)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     configure_logging(accelerator.is_main_process)

@@ -40,7 +40,7 @@ def audit_answers(bench: Bench, records: Sequence[EvalRecord]) -> tuple[dict[str
     """
     prompts = {(suite.name, prompt.id): (suite, prompt) for suite in bench.plan.suites for prompt in suite.prompts}
     # 1. Group the answers to the same prompt, but for those that were audited before.
-    path, of = bench.file.path.with_name(AUDITS_FILE), digest_of([bench.config_digest, bench.recorded_environment.digest])
+    path, of = bench.file.path.with_name(AUDITS_FILE), digest_of([bench.info.config_digest, bench.info.environment.digest])
     audited = read_audits(path, of)
     unaudited: list[str] = []
     doubtful = to_audit(records, find_mismatches(records), str(bench.target.dtype))

@@ -95,15 +95,9 @@ def evaluate(
         # 3. Measure the answers that the records lack.
         texts = Texts(tokenizer=tokenizer, config=config, device=target.device, context_length=limit, records=file.records)
         methods = methods_by_place(config, specs, loaded, target)
-        bench = Bench(
-            target=target,
-            plan=Plan(suites=suites, methods=methods, texts=texts, config=config),
-            rules={temperature: acceptance_rule(config.acceptance, temperature, target) for temperature in config.temperatures},
-            file=file,
-            config_digest=info.config_digest,
-            environment=environment,
-            recorded_environment=info.environment,
-        )
+        plan = Plan(suites=suites, methods=methods, texts=texts, config=config)
+        rules = {temperature: acceptance_rule(config.acceptance, temperature, target) for temperature in config.temperatures}
+        bench = Bench(target=target, plan=plan, rules=rules, environment=environment, file=file, info=info)
         bench.measure()
         records = complete(file.records.values(), bench.out_of_memory)
         check_measured(bench, records)

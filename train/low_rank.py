@@ -5,17 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from ..models.drafters.saved.low_rank import has_factors
-from .config import TrainConfig
-from .parallel import sharding
 
 
-def require_whole_weights(config: TrainConfig, accelerator: Accelerator) -> None:
-    """Raise ValueError for a low-rank change in a launch that splits the training's state among processes."""
-    if config.lora_rank is not None and (kind := sharding(accelerator)) is not None:
+def require_whole_weights(lora_rank: int | None, kind: str | None) -> None:
+    """Raise ValueError for a low-rank change in a launch that splits the training's state by a `kind` of `sharding`."""
+    if lora_rank is not None and kind is not None:
         raise ValueError(
             f"train.lora_rank is set, and the launch splits the training's state by {kind}; a low-rank change is small: use "
             "a launch that doesn't (conf/launch/one_node), or leave train.lora_rank out"

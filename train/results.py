@@ -221,12 +221,12 @@ def end_of(config: TrainConfig) -> dict[str, Any]:
     return {"patience": config.patience, **({} if config.change_share == 1 else {"change_share": config.change_share})}
 
 
-def take_over_options(spec: DrafterSpec, output_dir: Path, drafter_dir: Path) -> None:
+def take_over_options(config: Any, output_dir: Path, drafter_dir: Path) -> None:
     """Change a finished drafter's options for decoding to the configuration's.
 
     They don't depend on training.
     """
-    if change_options(drafter_dir, {name: getattr(spec.config, name) for name in spec.config.RUNTIME_FIELDS}):
+    if change_options(drafter_dir, {name: getattr(config, name) for name in config.RUNTIME_FIELDS}):
         summary = read_dataclass(Summary, output_dir / SUMMARY_FILE)
         write_json(output_dir / SUMMARY_FILE, asdict(replace(summary, drafter_sha256=_digests(drafter_dir))))
 
@@ -275,7 +275,7 @@ def save_results(
         if kept is None:
             save_drafter(drafter, folder, target)
         else:
-            _copy_best(best, folder, drafter)
+            _copy_best(best.directory, folder, drafter.config)
             logger.info("the best drafter is that of step %d: %.2f tokens per step", kept.step, kept.tokens_per_step)
         if config.change_share < 1:
             assert base is not None, "the configuration has checked it"
@@ -309,15 +309,15 @@ def _keep_share(share: float, folder: Path, base: Path, parameters: Collection[s
     record_weights(folder)
 
 
-def _copy_best(best: Best, folder: Path, drafter: TrainableDrafter) -> None:
-    """Copy the best drafter, with the options for decoding of `drafter`.
+def _copy_best(best: Path, folder: Path, config: Any) -> None:
+    """Copy the best drafter, with the options for decoding of `config`.
 
     They may have changed since the measurement. Raises ValueError for a damaged drafter.
     """
-    require_recorded_weights(best.directory)
+    require_recorded_weights(best)
     for name in DRAFTER_FILES:
-        shutil.copyfile(best.directory / name, folder / name)
-    change_options(folder, {name: getattr(drafter.config, name) for name in drafter.config.RUNTIME_FIELDS})
+        shutil.copyfile(best / name, folder / name)
+    change_options(folder, {name: getattr(config, name) for name in config.RUNTIME_FIELDS})
 
 
 def _digests(directory: Path) -> dict[str, str]:

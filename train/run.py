@@ -15,6 +15,7 @@ from ..models.machine import hardware
 from .config import TrainConfig, with_accumulation
 from .loop import fit, resume
 from .low_rank import require_whole_weights
+from .parallel import sharding
 from .processes import require_supported_launch
 from .records import require_tracker
 from .results import describe_run, is_trained, save_results, take_over_options
@@ -45,8 +46,8 @@ def train(
     # 1. Checks, before any file changes.
     require_supported_launch(accelerator)
     require_tracker(config)
-    require_whole_weights(config, accelerator)
-    require_texts_for_all(config, accelerator, tensor_parallel=target.tensor_parallel)
+    require_whole_weights(config.lora_rank, sharding(accelerator))
+    require_texts_for_all(config.validation_texts, accelerator.num_processes, tensor_parallel=target.tensor_parallel)
     config = with_accumulation(config, accelerator.num_processes)
     manifest = label_store(shards_dir).load()
     manifest.require_target(target.identity)
@@ -54,7 +55,7 @@ def train(
     if is_trained(config, run, output_dir, drafter_dir):
         accelerator.wait_for_everyone()  # all processes have read the files before one changes them
         if accelerator.is_main_process:
-            take_over_options(spec, output_dir, drafter_dir)
+            take_over_options(spec.config, output_dir, drafter_dir)
         accelerator.wait_for_everyone()
         logger.info("the drafter in %s is already trained", drafter_dir)
         return

@@ -215,9 +215,9 @@ def open_stream(
         config,
         rank=accelerator.process_index,
         num_processes=accelerator.num_processes,
+        ahead=accelerator.device.type != "cpu",
         held_out=[text.location for text in held_out],
         reads=reads,
-        ahead=accelerator.device.type != "cpu",
     )
     logger.info("%s", describe_batch(config, stream, manifest))
     if stream.step_size > stream.num_texts:

@@ -29,18 +29,16 @@ from ..models.drafters.objective import Loss, Objective
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.tensor_parallel import Worker
 from .batches import PAD_ID, TextLocation, derived_seed, target_reads, with_hidden_states
-from .config import TrainConfig
 from .metrics import LOSS_FIELDS, add_losses, summarize
 
 SHARDS_READ = 4
 """Least number of shards from which held-out texts are taken."""
 
 
-def require_texts_for_all(config: TrainConfig, accelerator: Accelerator, *, tensor_parallel: bool) -> None:
+def require_texts_for_all(num_texts: int, num_processes: int, *, tensor_parallel: bool) -> None:
     """Raise ValueError if there are held-out texts, and fewer than processes that measure with them."""
-    texts, num_workers = config.validation_texts, Worker.of(accelerator, tensor_parallel=tensor_parallel).num_workers
-    if 0 < texts < num_workers:
-        raise ValueError(f"train.validation_texts is {texts}, fewer than the {num_workers} processes; raise it")
+    if 0 < num_texts < num_processes and not tensor_parallel:
+        raise ValueError(f"train.validation_texts is {num_texts}, fewer than the {num_processes} processes; raise it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

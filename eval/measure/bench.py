@@ -18,7 +18,7 @@ from ...models.llm.hf_target import HFTarget
 from ..config import EvalConfig
 from ..records.names import OOM
 from ..records.records import BASELINE, Drafts, EvalRecord, RecordFile
-from ..records.run_files import Environment, OutOfMemory
+from ..records.run_files import Environment, OutOfMemory, RunInfo
 from ..results.figures import is_slow
 from .audit import audit
 from .environment import recorded_stages, within_memory
@@ -44,11 +44,10 @@ class Bench:
     target: HFTarget
     plan: Plan
     rules: Mapping[float, AcceptanceRule]
-    file: RecordFile
-    config_digest: str
     environment: Environment
-    recorded_environment: Environment
-    """The environment in which the run started. New records must come from the same one."""
+    file: RecordFile
+    info: RunInfo
+    """The run as its folder describes it. New records must come from the environment in which it started."""
     out_of_memory: list[OutOfMemory] = field(default_factory=list)
     """Methods that ran out of memory. This run doesn't try them again. Where plain decoding doesn't
     fit, there is no baseline, so all methods are listed."""
@@ -167,7 +166,7 @@ class Bench:
 
     def require_environment(self) -> None:
         """Raise ValueError if the environment differs from the recorded one."""
-        if changes := differences(asdict(self.recorded_environment), asdict(self.environment)):
+        if changes := differences(asdict(self.info.environment), asdict(self.environment)):
             raise ValueError(
                 f"{self.file.path} was started in another environment, which differs in {'; '.join(changes.values())}. Times "
                 "and rounding of both can't be compared: finish the run where it started, or give another output directory"
@@ -283,7 +282,7 @@ class Bench:
             streaming=generation.streaming,
             runs=generation.runs,
             phase_seconds=generation.phase_seconds if job.profiled else None,
-            config_digest=self.config_digest,
+            config_digest=self.info.config_digest,
             environment_digest=self.environment.digest,
             seed=self.config.seed,
         )

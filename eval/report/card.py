@@ -21,13 +21,12 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from ...data.config import HUB_PREFIX
 from ...data.fields import OPTIONS, PositiveInt, problems_of
 from ...data.files import read_dataclass, sha256_file
-from ...data.manifest import MANIFEST_FILE, STATS_FILE, LabelTotals
+from ...data.manifest import MANIFEST_FILE, STATS_FILE, LabelTotals, TargetIdentity
 from ...data.shards import label_store
 from ...data.template_options import DATE
 from ...models.drafters.saved.folder import (
     HUB_ID,
     WEIGHTS_FILE,
-    DrafterFile,
     read_drafter_config,
     read_training_facts,
     tensor_names,
@@ -97,11 +96,11 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
     runs = [unchanged(read_run(path, path.name)) for path in folders.values()]
     figures = {run.directory: require_rows(run, weights) for run in runs}
     merged_with = [part.name for part in parts.parts if part.folder is None]
-    certificate = _read_certificate(options.certificate, saved, weights)
+    certificate = _read_certificate(options.certificate, weights, saved.target.weights_sha256)
     lines = [certificate_cells(line) for line in certificate.lines] if certificate else []
     is_broken_somewhere = any(is_broken(row) for rows in figures.values() for row in rows)
     results = [result for run in runs for row in figures[run.directory] for result in hub_results(row)]
-    data_lines = [] if options.run is None else _data(options.run, saved, weights)
+    data_lines = [] if options.run is None else _data(options.run, saved.target, weights)
     run_data = None if options.run is None else _run_sections(options.run / "config.yaml", "")[0]
     # 3. Write the page, and the metadata that the Hub reads.
     data = ModelCardData(
@@ -120,7 +119,7 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
         target=target,
         lossless=not is_broken_somewhere and (certificate is None or certificate.passed),
         programs=() if options.programs is None and UNSERVED.intersection(tensors) else options.programs,
-        **code_names(options, base_model, local_name, quantization),
+        **code_names(options.repo, base_model, local_name, quantization),
         merged_with=merged_with,
         fastest=fastest_call([(run, row) for run in runs for row in figures[run.directory]], merged_with),
         has_own_template=run_data is not None and run_data.chat_template is None,
@@ -155,7 +154,7 @@ def _training_free_card(parts: DrafterParts, options: CardOptions) -> str:
         title=title_of(parts.kind),
         name=parts.name,
         licence=options.licence,
-        **code_names(options, options.base_model, "", options.quantization),
+        **code_names(options.repo, options.base_model, "", options.quantization),
     )
 
 
@@ -167,7 +166,7 @@ def _render(template: str, metadata: ModelCardData, **values: Any) -> str:
 # --- the certificate
 
 
-def _read_certificate(path: Path | None, saved: DrafterFile, weights: str) -> Certificate | None:
+def _read_certificate(path: Path | None, weights: str, target_weights: str) -> Certificate | None:
     """Read a certificate of this drafter and its target.
 
     Raises ValueError for another drafter's or target's certificate.
@@ -177,7 +176,7 @@ def _read_certificate(path: Path | None, saved: DrafterFile, weights: str) -> Ce
     certificate = read_certificate(path)
     if (drafters := certificate.drafters) and weights not in drafters.values():
         raise ValueError(f"{path} certifies decoding with other drafters ({', '.join(drafters)}); give one of this drafter")
-    if certificate.weights_sha256 not in (None, saved.target.weights_sha256):
+    if certificate.weights_sha256 not in (None, target_weights):
         raise ValueError(
             f"{path} certifies decoding with another target ({certificate.target}); give one of this drafter's target"
         )
@@ -193,7 +192,7 @@ def _options(drafter: dict[str, Any]) -> Markdown:
     return Markdown(", ".join(code_span(f"{name}: {text}") for name, text in texts.items()))
 
 
-def _data(run: Path, saved: DrafterFile, weights: str) -> list[Markdown]:
+def _data(run: Path, target: TargetIdentity, weights: str) -> list[Markdown]:
     """Describe the data of a training run.
 
     Raises ValueError for a run that trained another drafter.
@@ -222,7 +221,7 @@ def _data(run: Path, saved: DrafterFile, weights: str) -> list[Markdown]:
     # 3. Describe the labels, the loss and the initial weights.
     if (run / "distill" / MANIFEST_FILE).is_file():
         manifest = label_store(run / "distill").load()
-        manifest.require_target(saved.target)
+        manifest.require_target(target)
         num_texts = sum(len(shard.ids) for shard in manifest.shards)
         lines[0] = Markdown("{}: {:,} texts of {:,} tokens, {:,} positions labelled with the target's next {} tokens").format(
             texts, num_texts, manifest.num_tokens, manifest.num_labels, manifest.horizon

@@ -73,7 +73,7 @@ def require_plain_options(options: Any, source: Path, name: str = "drafter") -> 
 
 
 def code_names(
-    options: CardOptions, base_model: str | None, local_name: str, quantization: Mapping[str, Any] | None
+    repo: str | None, base_model: str | None, local_name: str, quantization: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Collect the names and lines of the card's code and commands.
 
@@ -84,8 +84,8 @@ def code_names(
     texts = {
         "target_name": base_model or LOCAL_TARGET,
         "target_note": "" if base_model else f"  # {UNNAMED_TARGET}{was_named}",
-        "drafter_name": options.repo or ".",
-        "drafter_note": "" if options.repo else f"  # {UNNAMED}",
+        "drafter_name": repo or ".",
+        "drafter_note": "" if repo else f"  # {UNNAMED}",
         "quantization_imports": imports,
         "quantization_argument": argument,
         "quantization_option": quantization_option(quantization),

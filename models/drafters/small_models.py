@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ...data.hub import use_hub
+from ...data.manifest import TargetIdentity
 from ..bounded_build import CANT_BE_BUILT
 from ..llm.config import TargetConfig
 from ..llm.gguf_files import folder_of
@@ -127,7 +128,7 @@ def pretrained(path: str, target: HFTarget) -> HFTarget:
         loaded = load_target(config, safetensors_only=True)
     except ValueError as error:
         raise ValueError(f"drafter.path is {path}: {error}") from error
-    require_same_tokenizer(loaded.identity.name, loaded.identity.tokenizer_sha256, target)
+    require_same_tokenizer(loaded.identity.name, loaded.identity.tokenizer_sha256, target.identity)
     loaded.model.train().requires_grad_(True)
     return loaded
 
@@ -163,10 +164,10 @@ def fit_vocabulary(model: PreTrainedModel, vocab_size: int) -> None:
         config.pad_token_id = embeddings.padding_idx = None
 
 
-def require_same_tokenizer(name: str, digest: str, target: HFTarget) -> None:
+def require_same_tokenizer(name: str, digest: str, target: TargetIdentity) -> None:
     """Raise ValueError if the draft model's tokenizer `digest` differs from the target's."""
-    if digest != target.identity.tokenizer_sha256:
+    if digest != target.tokenizer_sha256:
         raise ValueError(
-            f"the draft model {name} has another tokenizer than {target.identity.name}, so its token ids stand for other "
+            f"the draft model {name} has another tokenizer than {target.name}, so its token ids stand for other "
             "texts; use a smaller model of the same family"
         )

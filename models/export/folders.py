@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 from ...data.files import read_json
-from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, infinite_problems, raise_problems
+from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, infinite_problems, raise_weight_problems
 
 INDEX_SUFFIX = ".index.json"
 NOTE_FILE = "outrider.json"
@@ -40,7 +40,7 @@ class Folder:
         Raises ValueError if a file is damaged or a number isn't finite.
         """
         tensors = {name: tensor for file in self.files for name, tensor in _read(file, "cpu").items()}
-        raise_problems(self.path, infinite_problems(tensors))
+        raise_weight_problems(self.path, infinite_problems(tensors))
         return tensors
 
 

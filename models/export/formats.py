@@ -23,7 +23,7 @@ from ..drafters.base import TrainableDrafter
 from ..drafters.options import current_options
 from ..drafters.registry import DRAFTERS, DrafterSpec, kind_of
 from ..drafters.saved.build import shapes_of
-from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, raise_problems, require_fitting_target, shape_problems
+from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, raise_weight_problems, require_fitting_target, shape_problems
 from ..llm.hf_target import HFTarget
 from .folders import NOTE_FILE, WEIGHT_FILES, Folder, open_folder
 
@@ -225,7 +225,7 @@ def read_folder(
     shapes = shapes_of(kind, config, target, folder.path / CONFIG_FILE, len(folder.shapes))
     stored_names = {name: stored for name, stored in reading.rename(config).items() if name in shapes}
     expected = {stored: shapes[name] for name, stored in stored_names.items()} | reading.required_extra
-    raise_problems(folder.path, shape_problems(folder.shapes, expected, reading.optional))
+    raise_weight_problems(folder.path, shape_problems(folder.shapes, expected, reading.optional))
     # 3. Load the weights under our names.
     tensors = folder.load()
     weights = {name: tensors[stored] for name, stored in stored_names.items()} | reading.convert(tensors, config)

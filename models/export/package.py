@@ -29,7 +29,6 @@ from ..drafters.saved.folder import (
     TRAINING_FILE,
     WEIGHTS_FILE,
     MergeFile,
-    read_drafter_config,
     read_training_facts,
     tensor_names,
 )
@@ -74,7 +73,6 @@ def make_package(name: Path | DrafterParts, output: Path, readme: str, certifica
     parts = parse_drafter_name(name)
     drafter = packaged_folder(parts)
     if drafter is not None:
-        read_drafter_config(drafter)
         read_training_facts(drafter)
         tensor_names(drafter / WEIGHTS_FILE)
         require_unaltered(drafter)

@@ -80,7 +80,7 @@ def read(folder: Folder, target: HFTarget) -> Reading:
         # again.
         options = {"config": model.config}
         tokenizer = load_tokenizer(TargetConfig(name_or_path=str(folder.path), tokenizer_options=options))
-        require_same_tokenizer(str(folder.path), tokenizer_digest(tokenizer), target)
+        require_same_tokenizer(str(folder.path), tokenizer_digest(tokenizer), target.identity)
 
     # 2. Describe the tensors.
     tied = tied_parameters(model)

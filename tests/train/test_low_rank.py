@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from outrider.models.drafters.saved.download import resolve_drafter
-from outrider.train.config import TrainConfig
 from outrider.train.low_rank import LowRankAdamW, require_whole_weights
 
 from .conftest import TRAIN, Run
@@ -125,7 +123,7 @@ def test_a_share_of_the_change_is_saved_and_another_one_needs_no_training(
 
 
 def test_a_launch_that_splits_the_state_is_refused() -> None:
-    accelerator: Any = SimpleNamespace(distributed_type="FSDP")
-    require_whole_weights(TrainConfig(**TRAIN), accelerator)
+    require_whole_weights(None, "fsdp")
+    require_whole_weights(2, None)
     with pytest.raises(ValueError, match=r"train\.lora_rank is set, and the launch splits the training's state by fsdp"):
-        require_whole_weights(TrainConfig(**TRAIN, lora_rank=2), accelerator)
+        require_whole_weights(2, "fsdp")

@@ -99,7 +99,8 @@ def record_weights(directory: Path) -> None:
 
 def require_recorded_weights(directory: Path) -> None:
     """Raise ValueError if the weights aren't those whose digest `config.json` records."""
-    if sha256_file(directory / WEIGHTS_FILE) != read_drafter_config(directory).weights_sha256:
+    recorded = read_drafter_config(directory).weights_sha256
+    if sha256_file(directory / WEIGHTS_FILE) != recorded:
         raise ValueError(
             f"{directory / WEIGHTS_FILE} was altered or damaged: its SHA-256 digest is not the one in {CONFIG_FILE}. Copy or "
             "download it again, or run the training's command again, which writes it from the last checkpoint"
@@ -170,7 +171,7 @@ def tensor_names(path: Path, called: str = "") -> list[str]:
 def read_weights(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Read the tensors of a file; check names, shapes and kinds of number by `expected`."""
     tensors = safetensors.torch.load_file(path)
-    raise_problems(path, shape_problems(tensors, expected) or infinite_problems(tensors))
+    raise_weight_problems(path, shape_problems(tensors, expected) or infinite_problems(tensors))
     return tensors
 
 
@@ -206,7 +207,7 @@ def infinite_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     ]
 
 
-def raise_problems(path: Path, problems: list[str]) -> None:
+def raise_weight_problems(path: Path, problems: list[str]) -> None:
     """Raise ValueError with the first problems of a folder or its weights."""
     if problems:
         raise ValueError(f"{path} doesn't hold the drafter that its {CONFIG_FILE} describes: {first_of(problems, '; ')}")

@@ -4,10 +4,11 @@ It is loaded in the target's type and device, and its code, if it comes with any
 folder is only read: tuned settings and calibrations aren't written into it.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from ....data.files import read_json
 from ...bounded_build import CANT_BE_BUILT, require_possible_numbers
@@ -37,9 +38,19 @@ def load_model(folder: Path, config: Any, target: HFTarget) -> DraftModel:
     # 1. Compare what ids mean. A tokenizer of the target may be unknown (see `generate`).
     require_common_vocabulary(int(_read_config(folder).get_text_config().vocab_size), target)
     if target.identity.tokenizer_sha256:
-        require_same_tokenizer(folder.name, _tokenizer_digest(folder, target), target)
-    # 2. Load the weights.
-    model = _load(folder, target)
+        digest = _tokenizer_digest(folder, target.tokenizer_options)
+        require_same_tokenizer(folder.name, digest, target.identity)
+    # 2. Load the weights, in the target's type, on its device.
+    model = load_pretrained(
+        str(folder),
+        f"the draft model in {folder}",
+        dtype=target.dtype,
+        attn_implementation=target.model.config._attn_implementation,
+        trust_remote_code=False,
+        use_safetensors=True,
+        local_files_only=True,
+    )
+    model.to(device=target.device)  # type: ignore[call-arg]  # transformers wraps `to` in a way that hides its signature
     fit_vocabulary(model, target.vocab_size)
     reader = HFTarget(model, target.tokenizer, target.identity, compiled=target.compiled, cuda_graphs=target.cuda_graphs)
     reader.require_plain_head("choose another draft model")
@@ -60,22 +71,7 @@ def _read_config(folder: Path) -> PretrainedConfig:
     return config
 
 
-def _tokenizer_digest(folder: Path, target: HFTarget) -> str:
-    options = {"trust_remote_code": False, "local_files_only": True, **target.tokenizer_options}
+def _tokenizer_digest(folder: Path, tokenizer_options: Mapping[str, Any]) -> str:
+    options = {"trust_remote_code": False, "local_files_only": True, **tokenizer_options}
     with loading_errors(f"the tokenizer of the draft model in {folder}", str(folder)):
         return tokenizer_digest(AutoTokenizer.from_pretrained(folder, **options))
-
-
-def _load(folder: Path, target: HFTarget) -> PreTrainedModel:
-    """Load the weights, in the target's type, on its device."""
-    model = load_pretrained(
-        str(folder),
-        f"the draft model in {folder}",
-        dtype=target.dtype,
-        attn_implementation=target.model.config._attn_implementation,
-        trust_remote_code=False,
-        use_safetensors=True,
-        local_files_only=True,
-    )
-    model.to(device=target.device)  # type: ignore[call-arg]  # transformers wraps `to` in a way that hides its signature
-    return model
