@@ -219,12 +219,23 @@ class HFTarget(FrozenModel):
         return self._prefill(prompts, cache)
 
     def _prefill(self, prompts: Prompts, cache: TreeCache) -> TargetOutput:
+        # A model keeps the same places of all rows: those of all lengths. Its head gets only each row's own.
         last = sorted({length - 1 for length in prompts.lengths})
+        row, column = range(len(prompts.lengths)), [last.index(length - 1) for length in prompts.lengths]
+        kept = len(row), len(last)
+
+        def own_place(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+            return inputs[0][row, column][:, None] if inputs[0].shape[:-1] == kept else None
+
         logits_to_keep = torch.tensor(last, device=self.device)
         run = partial(self._forward, self.model, prompts.input_ids, logits_to_keep=logits_to_keep)
-        output = self._trees.read_prompts(cache, prompts.lengths, self.device, run)
-        row, column = range(len(prompts.lengths)), [last.index(length - 1) for length in prompts.lengths]
-        return replace(output, logits=output.logits[row, column][:, None])
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(own_place, prepend=True)
+        try:
+            output = self._trees.read_prompts(cache, prompts.lengths, self.device, run)
+        finally:
+            hook.remove()
+        logits = output.logits
+        return replace(output, logits=logits[row, column][:, None] if logits.shape[1] == kept[1] else logits)
 
     def _empty_cache(self, batch: int, capacity: int) -> TreeCache:
         """Begin a batch with the present cache if it is large enough: its recordings stay valid."""

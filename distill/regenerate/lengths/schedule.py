@@ -94,9 +94,11 @@ class Policy:
     held_budgets: float | None = None
     """Most memory of evicted rows, whose keys and values wait on the host, before no new request
     begins, in KV-memory budgets; None is no limit."""
+    most_padded: float = math.inf
+    """Most entries of a batch, over those that its texts and their room need: some long texts would make all others wide."""
 
 
-SHORTEST = Policy(order=shortest_text_first, part=0.5, least_share=0.5, held_budgets=4.0)
+SHORTEST = Policy(order=shortest_text_first, part=0.5, least_share=0.5, held_budgets=4.0, most_padded=1.25)
 """The policy of the engine `batch`.
 
 An answer that needs more than half of its prediction is cheap, since nothing is read again. Unused
@@ -132,7 +134,7 @@ def supervise(
     while waiting:
         # 2. Form a batch, and decode it.
         most_held = None if policy.held_budgets is None else policy.held_budgets * budget
-        batch = next_batch(policy.order(may_begin(list(waiting.values()), most_held)), budget)
+        batch = next_batch(policy.order(may_begin(list(waiting.values()), most_held)), budget, policy.most_padded)
         limits = [min(width(batch) - row.num_read, rooms[row.index] - row.num_written) for row in batch]
         least = math.ceil(policy.least_share * len(batch)) if len(waiting) > len(batch) else 0
         decoded = list(zip(batch, decode(batch, limits, least), strict=True))
@@ -162,19 +164,22 @@ def width(batch: Sequence[Waiting]) -> int:
     return max(row.num_read + row.num_reserved for row in batch)
 
 
-def next_batch(ordered: Sequence[Waiting], budget: int) -> list[Waiting]:
+def next_batch(ordered: Sequence[Waiting], budget: int, most_padded: float = math.inf) -> list[Waiting]:
     """Return the first requests that fit into `budget` entries together; later ones may overtake.
+
+    The batch has at most `most_padded` times the entries that its texts need.
 
     Taking batch after batch is then first fit. Example: equally long prompts with reservations of
     6 5 4 4 1 entries and a budget of 12 give [6 5], [4 4 1].
     """
     batch: list[Waiting] = []
-    widest = 0
+    widest = needed = 0
     for row in ordered:
-        wider = max(widest, width([row]))
-        if (len(batch) + 1) * wider <= budget:
+        own = width([row])
+        wider = max(widest, own)
+        if (len(batch) + 1) * wider <= min(budget, most_padded * (needed + own)):
             batch.append(row)
-            widest = wider
+            widest, needed = wider, needed + own
     assert batch, "each request fits alone, with its longest answer"
     return batch
 

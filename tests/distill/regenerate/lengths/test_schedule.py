@@ -75,6 +75,14 @@ def test_the_widest_row_of_a_batch_counts_for_all():
     assert all_batches(waiting, 20) == [[(4, 6), (1, 4)], [(1, 3), (1, 3), (0, 1)]]
 
 
+def test_a_long_text_doesnt_widen_a_batch_of_short_ones():
+    waiting = rows((2, 3), (2, 4), (2, 3), (40, 3), (39, 3))
+    assert len(next_batch(waiting, 1000)) == 5
+    assert [row.index for row in next_batch(waiting, 1000, most_padded=1.25)] == [0, 1, 2]
+    assert [row.index for row in next_batch(waiting[3:], 1000, most_padded=1.25)] == [3, 4]
+    assert [row.index for row in next_batch(waiting, 1000, most_padded=1.0)] == [0, 2]
+
+
 def test_the_order_of_equal_requests_is_stable():
     waiting = rows((3, 7), (5, 7), (3, 9), (5, 1))
     assert [row.index for row in shortest_text_first(waiting[::-1])] == [3, 0, 1, 2]
