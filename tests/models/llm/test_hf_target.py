@@ -175,6 +175,18 @@ def test_verify_gives_each_node_the_logits_of_its_own_path(target, prompt):
     assert torch.allclose(output.logits, expected)
 
 
+def test_the_head_reads_one_token_of_each_prompt_whatever_their_lengths(target):
+    texts = [torch.tensor(ids) for ids in ([1, 70, 71], [9], [40, 41, 42, 43, 44])]
+    shapes = []
+    hook = target.head.register_forward_hook(lambda head, inputs, logits: shapes.append(logits.shape[:2]))
+    output = target.prefill(Prompts.of(texts), max_new_tokens=4, max_nodes=0)
+    hook.remove()
+    assert shapes == [(3, 1)]
+    assert not target.head._forward_pre_hooks
+    for logits, text in zip(output.logits[:, 0], texts, strict=True):
+        torch.testing.assert_close(logits, target.plain_logits(text[None], 1)[0, 0])
+
+
 def test_a_truncated_configuration_is_named_as_such(copy):
     (copy / "config.json").write_text('{"model_type": "lla')
     with pytest.raises(ValueError, match=r"config\.json is not a JSON file"):
