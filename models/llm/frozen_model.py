@@ -185,7 +185,9 @@ class FrozenModel:
 
         The texts are read at once, without draft trees. A target in stages forgets its batch.
         """
-        logits: torch.Tensor = self.model(input_ids, use_cache=False, logits_to_keep=num_last).logits
+        # Of a slice of several texts a CPU computes each text's logits with a copy of the head.
+        kept = torch.arange(-num_last, 0, device=self.device) if num_last else 0
+        logits: torch.Tensor = self.model(input_ids, use_cache=False, logits_to_keep=kept).logits
         return logits
 
     @property
