@@ -27,6 +27,7 @@ from ..data.types import DistilledExample, Example
 from ..distill.label.continuations import require_labels
 from ..distill.label.features import bytes_per_token, free_bytes
 from ..distill.label.run import load_examples, missing_examples
+from ..distill.regenerate.engines.registry import tried_rows
 from ..distill.regenerate.run import count_turns, load_questions, missing_conversations
 from ..distill.regenerate.self_written import sample_conversations
 from ..eval.config import BOTH
@@ -173,7 +174,9 @@ class Planner:
         """Plan the answers that are missing. Returns the mean length of an answer."""
         options = self.config.distill
         missing = missing_conversations(options, data, self.target, list(conversations), self.folder / "answers")
-        size, limit = options.tried_rows, min(options.max_new_tokens, data.max_length)
+        limit = min(options.max_new_tokens, data.max_length)
+        longest = max(len(prompt_of(text)) for text in texts) + limit + 1
+        size = tried_rows(options, self.target, longest)
         self._say("answers: the target answers some prompts by plain decoding ...")
         self.target.choose_linears()
         decoded = sample_decoding(self.target, [prompt_of(text) for text in texts[:size]], limit)

@@ -21,8 +21,8 @@ REGENERATION_OPTIONS = (
 ENGINES = ("decoder", "batch", "openai", "vllm")
 SERVERS = ("openai", "vllm")
 """Engines that are programs of their own."""
-DECODER_ROWS, MOST_TRIED_ROWS = 16, 64
-"""Answers that the engine `decoder` decodes together by default, and most of the engine `batch` that a plan tries."""
+DECODER_ROWS = 16
+"""Answers that the engine `decoder` decodes together by default."""
 
 
 @dataclass(kw_only=True, config=ConfigDict(**OPTIONS, hide_input_in_errors=True))
@@ -126,13 +126,6 @@ class DistillConfig:
         from ..models.decoding.sampling import Sampling
 
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
-
-    @property
-    def tried_rows(self) -> int:
-        """Answers that a plan decodes together. The engine `batch` decodes those of a shard, as far as its memory goes."""
-        if self.engine == "batch":
-            return min(self.shard_examples, MOST_TRIED_ROWS)
-        return self.decode_batch_size or DECODER_ROWS
 
     @property
     def is_served(self) -> bool:

@@ -33,7 +33,7 @@ from ...models.llm.hf_target import HFTarget
 from ..config import DistillConfig
 from .answers import AnsweredExample, AnswersEntry, answer_store, read_answers
 from .engine import Answer, Engine, Request
-from .engines.registry import open_engine
+from .engines.registry import open_engine, tried_rows
 from .run import (
     STATS_FILE,
     answer_all,
@@ -204,7 +204,7 @@ def sample_conversations(
         if not missing and (path := folder.with_suffix(".jsonl")).exists():
             return path
         # 2. A sample of the others.
-        sample = written.items[: config.tried_rows]
+        sample = written.items[: tried_rows(config, target, data.max_length)]
         target.choose_linears()
         with ExitStack() as stack, tqdm(disable=True) as progress:
             engine, started = written.open(stack), time.perf_counter()

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from .reading import acceptance_of
 from .sampling import Randomness, RowSeeds, Sampling, choose, warp
-from .tree import DraftTree
+from .tree import DraftTree, host_row
 from .types import NO_NODE, Acceptance, TargetOutput
 
 
@@ -29,7 +29,7 @@ class GreedyAcceptance:
     lossless, is_random = True, False
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
-        if output.logits.is_cpu and tree.num_nodes:
+        if output.logits.device.type == "cpu" and tree.num_nodes and not output.is_fixed:  # a recorded rule reads nothing
             return follow_on_host(tree, output.logits)
         peaks, choices = output.logits.max(-1)
         return follow_choices(tree, choices, peaks)
@@ -136,31 +136,22 @@ def follow_choices(
 def follow_on_host(tree: DraftTree, logits: Float[torch.Tensor, "batch entry vocab"]) -> Acceptance:
     """Walk down as `follow_choices` does, and choose only after the accepted nodes.
 
-    Makes all numbers of the decision, too (see `reading.numbers_of`). On a CPU, an operation of torch takes longer
-    than a loop over a small tree, and with a large vocabulary the largest logits after all nodes take milliseconds.
+    Also computes `Acceptance.numbers`. On a CPU an operation of torch takes longer than a loop over a small tree, and
+    with a large vocabulary the largest logits after all nodes take milliseconds.
     """
-    depth, rows = tree.max_depth, []
-    for tokens, parents, entries in zip(tree.tokens.tolist(), tree.parents.tolist(), logits, strict=True):
-        # 1. The accepted nodes: each with the path to it, its peak and the choice after it. Padding is never chosen.
-        reached, last = {NO_NODE: ([], *_peak(entries[0]))}, NO_NODE
-        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-            if parent in reached and reached[parent][2] == token:
-                reached[node] = ([*reached[parent][0], node], *_peak(entries[node + 1]))
-                if len(reached[node][0]) > len(reached[last][0]):
-                    last = node
-        # 2. The longest path, padded.
-        path, _, bonus = reached[last]
-        count, rest = len(path), depth - len(path)
-        drafts, are_numbers = [tokens[node] for node in path], [abs(reached[node][1]) < inf for node in (NO_NODE, *path)]
-        row = [count, count + 1, last + 1, bonus, *path, *[NO_NODE] * rest, 0, *(node + 1 for node in path), *[0] * rest]
-        rows.append([*row, *drafts, *[0] * rest, *are_numbers, *[1] * rest])
+    rows, depth = list[list[int]](), tree.max_depth
+    for row, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
+        children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+        path, are_numbers, last = list[int](), list[int](), NO_NODE
+        while len(are_numbers) == len(path):
+            peak, choice = logits[row, last + 1].max(-1)
+            are_numbers.append(int(abs(peak.item()) < inf))
+            bonus = int(choice)
+            if (last, bonus) in children:
+                path.append(last := children[last, bonus])
+        numbers = host_row(path, [tokens[node] for node in path], bonus, depth)
+        rows.append([*numbers, *are_numbers, *[1] * (depth - len(path))])
     return acceptance_of(torch.tensor(rows), depth)
-
-
-def _peak(logits: Float[torch.Tensor, " vocab"]) -> tuple[float, int]:
-    """Return the largest logit and its token."""
-    peak, choice = logits.max(-1)
-    return peak.item(), int(choice)
 
 
 def follow_draws(

@@ -178,14 +178,17 @@ def accepted_path(tree: DraftTree, nodes: Sequence[Sequence[int]]) -> AcceptedPa
     """Return the accepted path of each row, given its nodes on the host."""
     drafts = [tree.tokens[row, list(path)].tolist() for row, path in enumerate(nodes)]
     depth = max(map(len, nodes))
-    rows = []
-    for path, tokens in zip(nodes, drafts, strict=True):
-        entries, missing = [node + 1 for node in path], depth - len(path)
-        first = [len(path), 1 + len(path), entries[-1] if path else 0, NO_NODE]
-        rows.append([*first, *path, *[NO_NODE] * missing, 0, *entries, *[0] * missing, *tokens, *[0] * missing])
+    rows = [host_row(path, tokens, NO_NODE, depth) for path, tokens in zip(nodes, drafts, strict=True)]
     numbers = torch.tensor(rows, dtype=torch.long, device=tree.tokens.device)
     host_nodes, host_tokens = tuple(map(tuple, nodes)), tuple(map(tuple, drafts))
     return AcceptedPath(numbers=numbers, depth=depth, width=depth, host_nodes=host_nodes, tokens=host_tokens)
+
+
+def host_row(path: Sequence[int], tokens: Sequence[int], bonus: int, depth: int) -> list[int]:
+    """Return a row of `AcceptedPath.numbers`: a path, its nodes' tokens and the token after it."""
+    entries, missing = [node + 1 for node in path], depth - len(path)
+    first = [len(path), 1 + len(path), entries[-1] if path else 0, bonus]
+    return [*first, *path, *[NO_NODE] * missing, 0, *entries, *[0] * missing, *tokens, *[0] * missing]
 
 
 def depths(lineage: Int[torch.Tensor, "batch node depth"]) -> Int[torch.Tensor, "batch node"]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -23,11 +23,6 @@ ROUNDING_MARGIN = 3
 Wrong masks and positions have ratios of 7 and more in bfloat16."""
 NUM_STEPS = 4
 """Tokens that are decoded one by one to measure the error of plain decoding."""
-NUM_COPIES = 8
-"""Copies of a text in the pass that they are compared with.
-
-A lone text can be too short for another kernel than its tokens alone have: then nothing differs (AMX)."""
-
 UNLIMITED = 2**31 - 1
 """Context length of a model whose configuration has none."""
 
@@ -38,6 +33,11 @@ class FrozenModel:
     With `tensor_parallel` each process holds a slice of the model, and all processes must read the
     same texts together. `tokenizer` may be None for decoding, which works on token ids.
     """
+
+    num_copies: ClassVar[int] = 8
+    """Rows of the pass that plain decoding is compared with, all of one text.
+
+    With AMX a single short row may use the kernel of single tokens, and then nothing differs."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any, identity: TargetIdentity, *, tensor_parallel: bool = False
@@ -181,11 +181,11 @@ class FrozenModel:
     def plain_logits(
         self, input_ids: Int[torch.Tensor, "batch seq"], num_last: int = 0
     ) -> Float[torch.Tensor, "batch last vocab"]:
-        """Return the logits of the last `num_last` tokens of each text (0: of all tokens).
+        """Return the logits of the last `num_last` tokens of each text (0: of all tokens), which has as many.
 
         The texts are read at once, without draft trees. A target in stages forgets its batch.
         """
-        # Of a slice of several texts a CPU computes each text's logits with a copy of the head.
+        # On a CPU, the head's product with a slice of several texts copies the head for each text.
         kept = torch.arange(-num_last, 0, device=self.device) if num_last else 0
         logits: torch.Tensor = self.model(input_ids, use_cache=False, logits_to_keep=kept).logits
         return logits
@@ -213,10 +213,10 @@ class FrozenModel:
         return error < min(MAX_ROUNDING, ROUNDING_MARGIN * self._decoding_error())  # False for NaN, too
 
     def _decoding_error(self) -> float:
-        """Return the largest relative error of plain decoding, token by token, against one pass of a batch."""
+        """Return the largest relative error of plain decoding against one pass of a batch."""
         text = self.probe_ids
         steps = self._decode(text, NUM_STEPS)
-        at_once = self.plain_logits(text.repeat(NUM_COPIES, 1), NUM_STEPS)[0]
+        at_once = self.plain_logits(text.repeat(self.num_copies, 1), NUM_STEPS)[0]
         return relative_error(torch.stack(steps), at_once)
 
     @torch.no_grad()

@@ -219,17 +219,18 @@ class HFTarget(FrozenModel):
         return self._prefill(prompts, cache)
 
     def _prefill(self, prompts: Prompts, cache: TreeCache) -> TargetOutput:
-        # A model keeps the same places of all rows: those of all lengths. Its head gets only each row's own.
+        # `logits_to_keep` keeps the same positions of every row: the last ones of all lengths. The hook gives the head
+        # each row's last position only.
         last = sorted({length - 1 for length in prompts.lengths})
         row, column = range(len(prompts.lengths)), [last.index(length - 1) for length in prompts.lengths]
         kept = len(row), len(last)
 
-        def own_place(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        def last_states(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
             return inputs[0][row, column][:, None] if inputs[0].shape[:-1] == kept else None
 
         logits_to_keep = torch.tensor(last, device=self.device)
         run = partial(self._forward, self.model, prompts.input_ids, logits_to_keep=logits_to_keep)
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(own_place, prepend=True)
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(last_states, prepend=True)
         try:
             output = self._trees.read_prompts(cache, prompts.lengths, self.device, run)
         finally:

@@ -8,6 +8,7 @@ row's committed columns. It sees the first `extent` columns; a mask hides the co
 must not see. Nothing moves until the owner keeps some of the entries.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,8 +48,15 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def __init__(self, cache: "TreeCache") -> None:
         super().__init__()
-        self.cache = cache
+        # Weak: in a circle with its layers, a cache of gigabytes would wait for the garbage collector.
+        self._cache = weakref.ref(cache)
         self._index_slot: Slot | None = None
+
+    @property
+    def cache(self) -> "TreeCache":
+        cache = self._cache()
+        assert cache is not None, "a layer lives as long as its cache"
+        return cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device

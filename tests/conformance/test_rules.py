@@ -365,7 +365,7 @@ WALK_MUTANTS = (
     "walk ends a node early",
     "children of refused nodes",
 )
-ON_DEVICE = ("output.logits.is_cpu and tree.num_nodes", "False")
+ON_DEVICE = ('output.logits.device.type == "cpu" and tree.num_nodes and not output.is_fixed', "False")
 """Greedy acceptance as on an accelerator."""
 GREEDY_MUTANTS = {
     **{name: ACCEPTANCE_MUTANTS[name] for name in WALK_MUTANTS},
@@ -377,11 +377,10 @@ GREEDY_MUTANTS = {
     ),
 }
 HOST_MUTANTS = {
-    "any node after an accepted one": (" and reached[parent][2] == token", ""),
-    "choice of the entry before": ("_peak(entries[node + 1])", "_peak(entries[node])"),
-    "smallest logit": ("logits.max(-1)\n    return", "logits.min(-1)\n    return"),
-    "bonus after the root": ("path, _, bonus = reached[last]", "path, bonus = reached[last][0], reached[NO_NODE][2]"),
-    "walk ends a node early": ("count, rest = len(path), depth", "path = path[:-1]\n        count, rest = len(path), depth"),
+    "choice of the entry before": ("logits[row, last + 1].max(-1)", "logits[row, max(last, 0)].max(-1)"),
+    "smallest logit": ("logits[row, last + 1].max(-1)", "logits[row, last + 1].min(-1)"),
+    "another row": ("logits[row, last + 1]", "logits[0, last + 1]"),
+    "parents mixed up": ("children[last, bonus]", "max(children.values())"),
 }
 TYPICAL_MUTANTS = {
     "bonus after the root": ("probs[rows, entry][:, None]", "probs[rows, 0][:, None]"),

@@ -16,6 +16,24 @@ from .served_states import open_states
 
 logger = logging.getLogger(__name__)
 
+MOST_TRIED_ROWS = 64
+"""Most answers of the engine `batch` that a plan decodes together."""
+
+
+def batch_budget(config: DistillConfig, target: HFTarget) -> tuple[int, int]:
+    """Return the tokens whose keys and values the engine `batch` may hold, and those that a row's recurrent states take."""
+    token_bytes, state_bytes = batch.cache_bytes(target)
+    return int(config.kv_budget_gib * 2**30) // max(1, token_bytes), math.ceil(state_bytes / max(1, token_bytes))
+
+
+def tried_rows(config: DistillConfig, target: HFTarget, num_tokens: int) -> int:
+    """Return how many answers a plan decodes together, in texts of up to `num_tokens` tokens."""
+    if config.engine != "batch":
+        return config.decode_batch_size or DECODER_ROWS
+    budget, state_tokens = batch_budget(config, target)
+    most = min(budget, target.budget_tokens or budget)
+    return max(1, min(config.shard_examples, MOST_TRIED_ROWS, most // (state_tokens + num_tokens)))
+
 
 @contextmanager
 def open_engine(
@@ -42,9 +60,7 @@ def open_engine(
             drafter_context=None if drafter is None else drafter.context_length,
         )
     elif config.engine == "batch":
-        token_bytes, state_bytes = batch.cache_bytes(target)
-        num_tokens = int(config.kv_budget_gib * 2**30) // max(1, token_bytes)
-        state_tokens = math.ceil(state_bytes / max(1, token_bytes))
+        num_tokens, state_tokens = batch_budget(config, target)
         if num_tokens < state_tokens + limits.max_tokens:
             states = f" with states as large as those of {state_tokens} tokens" if state_tokens else ""
             raise ValueError(

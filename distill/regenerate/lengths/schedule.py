@@ -20,6 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
+FEW_ROWS = 64
+"""Rows that join a batch whatever they pad: a further batch has as many steps, and few rows take nearly the time of many."""
+
 RESERVED_SHARE = 0.5
 """Probability that an answer fits into its predicted length."""
 
@@ -94,16 +97,18 @@ class Policy:
     held_budgets: float | None = None
     """Most memory of evicted rows, whose keys and values wait on the host, before no new request
     begins, in KV-memory budgets; None is no limit."""
-    most_padded: float = math.inf
-    """Most entries of a batch, over those that its texts and their room need: some long texts would make all others wide."""
+    most_padded: float | None = None
+    """Largest ratio of a batch's entries to those that its rows need without padding; None is no limit. A batch of at most
+    FEW_ROWS is never cut."""
 
 
 SHORTEST = Policy(order=shortest_text_first, part=0.5, least_share=0.5, held_budgets=4.0, most_padded=1.25)
 """The policy of the engine `batch`.
 
 An answer that needs more than half of its prediction is cheap, since nothing is read again. Unused
-room makes batches narrow. A greater `least_share` means fewer steps but more evictions, each of
-which moves a row's keys and values to the host and back."""
+room makes batches narrow. Some long texts would make all others wide, and prompts are read with as much
+padding. A greater `least_share` means fewer steps but more evictions, each of which moves a row's keys and
+values to the host and back."""
 
 
 def supervise(
@@ -164,22 +169,23 @@ def width(batch: Sequence[Waiting]) -> int:
     return max(row.num_read + row.num_reserved for row in batch)
 
 
-def next_batch(ordered: Sequence[Waiting], budget: int, most_padded: float = math.inf) -> list[Waiting]:
+def next_batch(ordered: Sequence[Waiting], budget: int, most_padded: float | None = None) -> list[Waiting]:
     """Return the first requests that fit into `budget` entries together; later ones may overtake.
 
-    The batch has at most `most_padded` times the entries that its texts need.
-
     Taking batch after batch is then first fit. Example: equally long prompts with reservations of
-    6 5 4 4 1 entries and a budget of 12 give [6 5], [4 4 1].
+    6 5 4 4 1 entries and a budget of 12 give [6 5], [4 4 1]. For `most_padded` see `Policy`.
     """
     batch: list[Waiting] = []
     widest = needed = 0
     for row in ordered:
-        own = width([row])
-        wider = max(widest, own)
-        if (len(batch) + 1) * wider <= min(budget, most_padded * (needed + own)):
+        row_width = width([row])
+        wider = max(widest, row_width)
+        entries, most = (len(batch) + 1) * wider, budget
+        if most_padded is not None and len(batch) >= FEW_ROWS:
+            most = min(budget, int(most_padded * (needed + row_width)))
+        if entries <= most:
             batch.append(row)
-            widest, needed = wider, needed + own
+            widest, needed = wider, needed + row_width
     assert batch, "each request fits alone, with its longest answer"
     return batch
 

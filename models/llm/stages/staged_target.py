@@ -35,6 +35,8 @@ class StagedTarget(HFTarget):
     is decoded. Reading the model itself raises ValueError (see `EndSlice`).
     """
 
+    num_copies = 1  # stages read one row at a time, whatever the batch
+
     def __init__(
         self,
         ends: EndSlice,

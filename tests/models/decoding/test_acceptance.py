@@ -7,7 +7,7 @@ from outrider.models.decoding import DraftTree, GreedyAcceptance, TargetOutput, 
 from outrider.models.decoding.acceptance import follow_choices, follow_on_host
 from outrider.models.decoding.reading import read_acceptance
 from outrider.models.decoding.tree import accepted_path
-from outrider.models.decoding.types import NO_NODE
+from outrider.models.decoding.types import NO_NODE, Acceptance
 
 BRANCHED = DraftTree(tokens=torch.tensor([[5, 6, 7, 8]]), parents=torch.tensor([[-1, -1, 0, 0]]), max_depth=2)
 
@@ -85,17 +85,26 @@ def test_agrees_with_a_walk_in_plain_python(seed: int):
 def test_a_cpu_decides_in_lists_as_an_accelerator_does(seed: int):
     generator = torch.Generator().manual_seed(seed)
     parents = [[int(torch.randint(-1, node, (), generator=generator)) if node else -1 for node in range(9)] for _ in range(3)]
-    tokens = torch.randint(-1, 2, (3, 9), generator=generator)  # with padding, and with siblings that are alike
-    tree = DraftTree(tokens=tokens, parents=torch.tensor(parents), max_depth=9)
-    logits = torch.randn(3, 10, 2, generator=generator).round()  # some are equally large
+    # Siblings are different, and some tokens never chosen. The last rows have padding.
+    tokens = torch.tensor([[row[:node].count(parent) for node, parent in enumerate(row)] for row in parents])
+    tokens[1:, 7:] = NO_NODE
+    tree = DraftTree(tokens=tokens, parents=torch.tensor(parents).where(tokens != NO_NODE, NO_NODE), max_depth=9)
+    logits = torch.randn(3, 10, 3, generator=generator).round()  # some are equally large
+    logits[0, 1 + seed % 9] = torch.nan if seed % 2 else torch.inf
     output = TargetOutput(logits=logits, hidden_states=torch.zeros(3, 10, 1))
     peaks, choices = logits.max(-1)
     one, other = follow_choices(tree, choices, peaks), follow_on_host(tree, logits)
     for name in ("path", "num_accepted", "entry", "bonus_token"):
         assert torch.equal(getattr(one, name), getattr(other, name))
-    read, in_lists = (read_acceptance(tree, output, acceptance, lambda row, place: "") for acceptance in (one, other))
-    assert (read.host_nodes, read.tokens, read.next_tokens) == (in_lists.host_nodes, in_lists.tokens, in_lists.next_tokens)
-    assert torch.equal(read.entries, in_lists.entries)
+
+    def read(acceptance: Acceptance) -> tuple[object, ...]:
+        try:
+            read = read_acceptance(tree, output, acceptance, lambda row, place: f"{row} {place}")
+        except ValueError as error:
+            return (str(error),)
+        return read.host_nodes, read.tokens, read.next_tokens, read.entries.tolist()
+
+    assert read(one) == read(other)
 
 
 def test_greedy_takes_the_arg_max_row_by_row():

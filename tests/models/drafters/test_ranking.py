@@ -19,12 +19,14 @@ def test_the_largest_values_are_those_of_topk(num_values: int, dtype: torch.dtyp
         assert torch.equal(index, expected.indices)
 
 
-@pytest.mark.parametrize("place", [0, BLOCK_SIZE - 1, BLOCK_SIZE, MIN_VALUES + 9])
-def test_values_that_share_a_block_are_all_found(place: int):
-    values = torch.full((1, MIN_VALUES + 10), -1.0)
-    run = torch.arange(place - place % BLOCK_SIZE, place + 1)[-5:]
-    values[0, run] = 1.0 + run
-    assert largest(values, len(run))[1].tolist() == [run.flip(0).tolist()]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [0, 7, -1])
+def test_values_that_share_a_block_are_all_found(block: int, dtype: torch.dtype):
+    num_blocks = -(-(MIN_VALUES + 10) // BLOCK_SIZE)
+    values = torch.full((1, MIN_VALUES + 10), -1.0, dtype=dtype)
+    places = block % num_blocks + num_blocks * torch.arange(BLOCK_SIZE - 6, BLOCK_SIZE - 1)
+    values[0, places] = torch.arange(1.0, 6.0, dtype=dtype)
+    assert largest(values, len(places))[1].tolist() == [places.flip(0).tolist()]
 
 
 def test_padding_of_the_last_block_is_never_chosen():

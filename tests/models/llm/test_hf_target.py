@@ -1,9 +1,12 @@
 """Loading a target, and errors before any long work."""
 
+import gc
 import json
 import shutil
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -185,6 +188,38 @@ def test_the_head_reads_one_token_of_each_prompt_whatever_their_lengths(target):
     assert not target.head._forward_pre_hooks
     for logits, text in zip(output.logits[:, 0], texts, strict=True):
         torch.testing.assert_close(logits, target.plain_logits(text[None], 1)[0, 0])
+
+
+def test_a_head_that_isnt_called_is_read_at_all_lengths(target, monkeypatch):
+    """Some models multiply with the head's weights themselves. An error in a pass leaves no hook, either."""
+    texts = [torch.tensor(ids) for ids in ([1, 70, 71], [9], [40, 41, 42, 43, 44])]
+    expected = target.prefill(Prompts.of(texts), max_new_tokens=4, max_nodes=0).logits
+    head = target.head
+    monkeypatch.setattr(head, "_call_impl", lambda states: torch.nn.functional.linear(states, head.weight))
+    torch.testing.assert_close(target.prefill(Prompts.of(texts), max_new_tokens=4, max_nodes=0).logits, expected)
+    monkeypatch.setattr(head, "_call_impl", Mock(side_effect=RuntimeError("no")))
+    with pytest.raises(RuntimeError, match="no"):
+        target.prefill(Prompts.of(texts), max_new_tokens=4, max_nodes=0)
+    assert not head._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    "release",
+    [
+        HFTarget.release_cache,
+        lambda target: target.prefill(Prompts.of([torch.ones(9).long()] * 2), max_new_tokens=9, max_nodes=0),
+    ],
+)
+def test_an_old_cache_is_freed_at_once(target, release):
+    """Caches of gigabytes once waited for Python's garbage collector: a run of hours filled the memory."""
+    target.prefill(Prompts.of([torch.ones(2, dtype=torch.long)]), max_new_tokens=1, max_nodes=0)
+    cache = weakref.ref(target._require_cache())
+    gc.disable()
+    try:
+        release(target)
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 def test_a_truncated_configuration_is_named_as_such(copy):

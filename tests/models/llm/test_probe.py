@@ -58,11 +58,15 @@ def test_coarse_rounding_of_a_narrow_type_is_accepted(noise: float, monkeypatch:
     assert measure.called or not noise, "no error was compared with that of plain decoding"
 
 
-def test_another_kernel_for_batches_is_accepted() -> None:
+def test_another_kernel_for_batches_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processors with AMX round a lone short text just as its tokens alone, and a batch in another way."""
     target = make_target(torch.bfloat16, 0.02, noisy_tokens=32)
     read(target)
     require_packing(target)
+    target._trees.kinds = {}  # as before the first probe
+    monkeypatch.setattr(HFTarget, "num_copies", 1)
+    with pytest.raises(ValueError, match="reads a draft tree differently"):
+        read(target)
 
 
 def test_special_tokens_would_have_failed_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:

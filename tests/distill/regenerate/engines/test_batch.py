@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.distill.config import DistillConfig
+from outrider.distill.config import DECODER_ROWS, DistillConfig
 from outrider.distill.regenerate.engine import Limits, Request
 from outrider.distill.regenerate.engines import batch as module
 from outrider.distill.regenerate.engines.batch import BatchEngine, cache_bytes
 from outrider.distill.regenerate.engines.decoder import DecoderEngine
-from outrider.distill.regenerate.engines.registry import open_engine
+from outrider.distill.regenerate.engines.registry import MOST_TRIED_ROWS, open_engine, tried_rows
 from outrider.distill.regenerate.lengths.predictors import LightPredictor
 from outrider.distill.regenerate.lengths.schedule import Decoded, Waiting
 from outrider.models.decoding import Sampling
@@ -148,6 +148,18 @@ def test_a_budget_below_the_longest_text_is_refused_before_any_work(target: HFTa
         open_engine(config, target, limits),
     ):
         pass
+
+
+def test_a_plan_tries_as_many_rows_as_the_engine_decodes_together(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DistillConfig(engine="batch", shard_examples=50)
+    assert tried_rows(config, target, 100) == 50
+    assert tried_rows(replace(config, shard_examples=MOST_TRIED_ROWS + 1), target, 100) == MOST_TRIED_ROWS
+    gib = 100 * 7.5 * cache_bytes(target)[0] / 2**30
+    assert tried_rows(replace(config, kv_budget_gib=gib), target, 100) == 7
+    monkeypatch.setattr(target, "budget_tokens", 350)
+    assert tried_rows(config, target, 100) == 3
+    assert tried_rows(DistillConfig(engine="decoder"), target, 100) == DECODER_ROWS
+    assert tried_rows(DistillConfig(engine="decoder", decode_batch_size=99), target, 100) == 99
 
 
 @pytest.mark.parametrize("hole_is_in_prompt", [True, False])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from outrider.distill.regenerate.lengths.schedule import (
+    FEW_ROWS,
     SHORTEST,
     Decoded,
     Policy,
@@ -75,12 +76,20 @@ def test_the_widest_row_of_a_batch_counts_for_all():
     assert all_batches(waiting, 20) == [[(4, 6), (1, 4)], [(1, 3), (1, 3), (0, 1)]]
 
 
-def test_a_long_text_doesnt_widen_a_batch_of_short_ones():
-    waiting = rows((2, 3), (2, 4), (2, 3), (40, 3), (39, 3))
-    assert len(next_batch(waiting, 1000)) == 5
-    assert [row.index for row in next_batch(waiting, 1000, most_padded=1.25)] == [0, 1, 2]
-    assert [row.index for row in next_batch(waiting[3:], 1000, most_padded=1.25)] == [3, 4]
-    assert [row.index for row in next_batch(waiting, 1000, most_padded=1.0)] == [0, 2]
+def test_a_long_text_doesnt_widen_a_large_batch_of_short_ones():
+    short = [(2, 3 + index % 2) for index in range(FEW_ROWS)]
+    waiting = rows(*short, (40, 3), (2, 3), (39, 3))
+    assert len(next_batch(waiting, 10_000)) == FEW_ROWS + 3
+    seen: list[list[int]] = []
+
+    def decode(batch: Sequence[Waiting], limits: Sequence[int], least: int) -> list[Decoded]:
+        seen.append([row.index for row in batch])
+        return [Decoded(num_new=1, ended=True) for _ in batch]
+
+    policy, rooms = Policy(order=list, most_padded=1.25), [row.num_reserved for row in waiting]
+    list(supervise([row.num_read for row in waiting], rooms, policy, Known(rooms), decode, budget=10_000))
+    assert seen == [[*range(FEW_ROWS), FEW_ROWS + 1], [FEW_ROWS, FEW_ROWS + 2]]
+    assert len(next_batch(waiting[2:], 10_000, most_padded=1.25)) == FEW_ROWS, "few rows may be padded"
 
 
 def test_the_order_of_equal_requests_is_stable():
