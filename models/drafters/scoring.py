@@ -148,16 +148,14 @@ def against_teacher(
 def logits_and_rank(
     predict: Callable[..., torch.Tensor], rows: LabelRows
 ) -> tuple[Float[torch.Tensor, "label output"], Int[torch.Tensor, " label"]]:
-    """Return the drafter's logits in float32, and the ranks of the labels."""
+    """Return the drafter's logits in float32, and the ranks of the labels, of which those from HIT_RANKS on are one."""
     logits = predict(*rows.inputs)
     values, output = logits.detach(), rows.output[:, None]
+    # Comparing the label with the few largest takes a quarter of the time of comparing it with all.
+    top, index = values.topk(min(HIT_RANKS, values.shape[1]), dim=1)
     label = values.gather(1, output)
-    rank = (values > label).sum(1, dtype=torch.int32)  # the default, int64, takes twice as long
-    # In 16 bits many logits are equal. The arg-max takes the first of equal ones, so count those
-    # before.
-    if values.dtype != torch.float32:
-        first = torch.arange(values.shape[1], device=values.device) < output
-        rank += ((values == label) & first).sum(1, dtype=torch.int32)
+    # In 16 bits many logits are equal. The arg-max takes the first of equal ones, so count those before.
+    rank = ((top > label) | ((top == label) & (index < output))).sum(1, dtype=torch.int32)
     return logits.float(), torch.where(rows.inside, rank, HIT_RANKS)
 
 
