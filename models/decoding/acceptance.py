@@ -151,7 +151,7 @@ def follow_on_host(tree: DraftTree, logits: Float[torch.Tensor, "batch entry voc
                 path.append(last := children[last, bonus])
         numbers = host_row(path, [tokens[node] for node in path], bonus, depth)
         rows.append([*numbers, *are_numbers, *[1] * (depth - len(path))])
-    return acceptance_of(torch.tensor(rows), depth)
+    return acceptance_of(torch.tensor(rows, device=logits.device), depth)
 
 
 def follow_draws(

@@ -37,7 +37,7 @@ from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 
-from ..host_reads import HostReads, ScalarReads
+from ..host_reads import HostReads, ScalarReads, decide_at_once
 
 # Small options of each kind, with drafts of up to HORIZON - 1 tokens. A new kind needs a row here.
 # A row whose name is not its kind has the kind as an option.
@@ -325,12 +325,13 @@ def test_typical_acceptance_gives_complete_answers(drafter, target):
     assert any(map(any, actual.num_accepted))
 
 
-def test_a_step_has_one_host_read_and_a_training_free_one_few_more(drafter, name, target):
+def test_a_step_has_one_host_read_and_a_training_free_one_few_more(drafter, name, target, monkeypatch):
     """Token Recycling reads the target's choices as well.
 
     So does a merge with it, and the trained drafter's search. Its first steps are trials, which ask
     all parts. A growing tree reads each draft pass.
     """
+    decide_at_once(monkeypatch)
     num_passes: list[int] = []
     if name == GROWING:
         read = drafter.merge.read

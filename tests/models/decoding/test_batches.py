@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.functional import pad
 
 from outrider.models.decoding import (
     Finish,
@@ -16,15 +15,12 @@ from outrider.models.decoding import (
     RowSeeds,
     Sampling,
     SpeculativeSampling,
-    acceptance,
     generate,
 )
-from outrider.models.decoding.acceptance import follow_choices
-from outrider.models.decoding.sampling import choose, warp
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.oracle import OracleDrafter
 
-from ...host_reads import HostReads, ScalarReads
+from ...host_reads import HostReads, ScalarReads, decide_at_once
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47], [70, 71]]
 NUM_NEW = 24
@@ -244,15 +240,7 @@ def test_wrong_prompt_lengths_are_an_error():
 
 @pytest.mark.parametrize(("batch", "tree_nodes", "temperature"), [(1, None, 1.0), (8, None, 0.0), (8, 5, 1.0)])
 def test_a_step_has_one_host_read_for_any_batch_size(target, redrafter, monkeypatch, batch, tree_nodes, temperature):
-    # As on an accelerator: a CPU's rules read each token on the way.
-    monkeypatch.setattr(acceptance, "follow_on_host", lambda tree, logits: follow_choices(tree, *reversed(logits.max(-1))))
-    monkeypatch.setattr(
-        acceptance,
-        "follow_draws",
-        lambda tree, logits, sampling, seeds: follow_choices(
-            tree, choose(warp(logits, sampling), pad(tree.depths, (1, 0)), tree.max_depth, seeds)
-        ),
-    )
+    decide_at_once(monkeypatch)
     redrafter.config.tree_nodes = tree_nodes
     rule = SpeculativeSampling(sampling=Sampling(temperature=temperature)) if temperature else GreedyAcceptance()
     prompts = vectors((PROMPTS * 2)[:batch])

@@ -11,8 +11,8 @@ from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.drafters import scoring
 from outrider.models.drafters.labels import Labels, dpace_weights
 from outrider.models.drafters.losses import WEIGHTS, LossKind
-from outrider.models.drafters.objective import LOSS_DECAY, Loss, Objective
-from outrider.models.drafters.scoring import score
+from outrider.models.drafters.objective import HIT_RANKS, LOSS_DECAY, Loss, Objective
+from outrider.models.drafters.scoring import LabelRows, logits_and_rank, score
 from outrider.models.drafters.vocabulary import DraftVocabulary
 
 VOCAB, WIDTH = 11, 6
@@ -248,17 +248,33 @@ def test_a_label_outside_the_draft_vocabulary_adds_no_loss_as_a_teacher(kind, te
     assert (losses[0].counts - losses[1].counts).tolist() == hidden.sum(0).tolist(), "they are misses all the same"
 
 
-def test_of_equal_logits_only_the_first_is_a_hit(heads):
+@pytest.mark.parametrize("many_outputs", [scoring.MANY_OUTPUTS, HIT_RANKS])
+def test_of_equal_logits_only_the_first_is_a_hit(heads, many_outputs, monkeypatch):
     """In 16 bits many logits are equal.
 
     If all of them counted as hits, training would report more accepted tokens than decoding has.
     """
+    monkeypatch.setattr(scoring, "MANY_OUTPUTS", many_outputs)
     batch = make_batch()
     labels = Labels.of(batch)
     tied = torch.zeros(*labels.known.shape, VOCAB, dtype=torch.bfloat16)
     loss = score(lambda rows: rows, (tied,), labels, batch, Objective(), vocabulary=DraftVocabulary(size=VOCAB))
     tokens = labels.tokens[labels.known].tolist()
     assert loss.hits.sum(0).tolist() == [sum(token <= rank for token in tokens) for rank in range(10)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_ranks_among_the_largest_logits_are_those_among_all(dtype, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(300, 64, generator=generator).mul(4).to(dtype)
+    values = values.round() if dtype == torch.bfloat16 else values  # many are equal
+    output = torch.randint(0, 64, (300,), generator=generator)
+    rows = LabelRows(output, torch.ones(300, dtype=torch.bool), output, (values,))
+    among_all = logits_and_rank(lambda logits: logits, rows)[1].clamp(max=HIT_RANKS)
+    monkeypatch.setattr(scoring, "MANY_OUTPUTS", HIT_RANKS)
+    among_largest = logits_and_rank(lambda logits: logits, rows)[1].clamp(max=HIT_RANKS)
+    assert torch.equal(among_largest, among_all)
+    assert set(among_all.tolist()) == set(range(HIT_RANKS + 1))
 
 
 def test_the_targets_head_is_applied_once_to_each_token_of_the_text(heads):
