@@ -113,8 +113,8 @@ class Launch:
     def end(self) -> None:
         """Kill what is left."""
         for stage in self.stages:
-            if stage.is_alive() and stage.pid is not None:
-                os.kill(stage.pid, signal.SIGKILL)
+            if stage.is_alive():
+                stage.kill()  # it may have ended by itself meanwhile
                 stage.join()
 
 
