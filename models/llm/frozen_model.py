@@ -23,6 +23,7 @@ ROUNDING_MARGIN = 3
 Wrong masks and positions have ratios of 7 and more in bfloat16."""
 NUM_STEPS = 4
 """Tokens that are decoded one by one to measure the error of plain decoding."""
+
 UNLIMITED = 2**31 - 1
 """Context length of a model whose configuration has none."""
 
@@ -181,9 +182,10 @@ class FrozenModel:
     def plain_logits(
         self, input_ids: Int[torch.Tensor, "batch seq"], num_last: int = 0
     ) -> Float[torch.Tensor, "batch last vocab"]:
-        """Return the logits of the last `num_last` tokens of each text (0: of all tokens), which has as many.
+        """Return the logits of the last `num_last` tokens of each text (0: of all tokens).
 
-        The texts are read at once, without draft trees. A target in stages forgets its batch.
+        `num_last` is at most the length of the texts. They are read at once, without draft trees. A target in stages
+        forgets its batch.
         """
         # On a CPU, the head's product with a slice of several texts copies the head for each text.
         kept = torch.arange(-num_last, 0, device=self.device) if num_last else 0

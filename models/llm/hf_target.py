@@ -228,13 +228,9 @@ class HFTarget(FrozenModel):
         def last_states(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
             return inputs[0][row, column][:, None] if inputs[0].shape[:-1] == kept else None
 
-        logits_to_keep = torch.tensor(last, device=self.device)
-        run = partial(self._forward, self.model, prompts.input_ids, logits_to_keep=logits_to_keep)
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(last_states, prepend=True)
-        try:
+        run = partial(self._forward, self.model, prompts.input_ids, logits_to_keep=torch.tensor(last, device=self.device))
+        with self.model.get_output_embeddings().register_forward_pre_hook(last_states, prepend=True):
             output = self._trees.read_prompts(cache, prompts.lengths, self.device, run)
-        finally:
-            hook.remove()
         logits = output.logits
         return replace(output, logits=logits[row, column][:, None] if logits.shape[1] == kept[1] else logits)
 
