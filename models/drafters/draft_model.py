@@ -1,9 +1,10 @@
 """An independent draft model: a smaller causal LM with the target's vocabulary.
 
 Paper: arXiv 2211.17192. The model is trained by distillation on the target's continuations. Training
-reads text and branches in one pass, and entry c_d of a branch predicts c_{d+1}. It drafts the likeliest
-`top_k` nodes of each depth, a chain with top_k 1. Where the paper draws tokens from q and accepts them by a
-ratio, these foresee the target's draws (see `foreseen`), which accepts more and keeps plain decoding's text.
+reads texts, and branches where a continuation leaves its text, in one pass; entry c_d of a branch predicts
+c_{d+1}. It drafts the likeliest `top_k` nodes of each depth, a chain with top_k 1. Where the paper draws
+tokens from q and accepts them by a ratio, these foresee the target's draws (see `foreseen`), which accepts
+more and keeps plain decoding's text.
 
 In a paced merge, also of this drafter alone, a tree grows from step to step: see `growing_draft`.
 """
@@ -182,14 +183,16 @@ class DraftModel(CachedDrafter):
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
         """Return the loss of the continuations, teacher-forced, with all branches in one pass.
 
-        Memory grows with the square of the number of tokens in a row, branches included.
-        `train.max_positions` bounds it.
+        Where a continuation is the text itself, the text's own entries are read in its place: a text that
+        the target wrote greedily needs hardly a branch. Memory grows with the square of the number of
+        tokens in a row, branches included. `train.max_positions` bounds it.
         """
-        # 1. Append the branches to their texts: tokens, positions and masks.
+        # 1. Append branches to their texts where a continuation leaves the text: tokens, positions and masks.
         labels = Labels.of(batch)
-        branches = Branches.of(batch, labels.positions)
+        leaving = (labels.known & ~labels.on_text).any(1).nonzero().squeeze(1)
+        branches = Branches.of(batch, labels.positions[leaving])
         num_depths, num_branches, seq = labels.tokens.shape[1], branches.columns.shape[1], branches.num_columns
-        previous = branches.spread(labels.inputs).transpose(1, 2)  # [batch, depth, branch]
+        previous = branches.spread(labels.inputs[leaving]).transpose(1, 2)  # [batch, depth, branch]
         depth = torch.arange(1, num_depths + 1, device=previous.device)[:, None]
         branch_positions = (branches.positions[:, None] + depth).flatten(1)
         positions = torch.cat([batch.position_ids.expand(len(previous), -1), branch_positions], dim=1)
@@ -201,10 +204,13 @@ class DraftModel(CachedDrafter):
             attention_mask=self._masks(branches.whole_mask(num_depths), positions),
             position_ids=positions,
         )
-        # 3. Score the branches' outputs.
-        outputs = states[:, seq:].unflatten(1, (num_depths, num_branches)).transpose(1, 2)
-        inputs = branches.collect(outputs)
-        return score(self.reader.head, (inputs,), labels, batch, objective, vocabulary=self.vocabulary)
+        # 3. Score the outputs of the entries that the labels follow.
+        index = torch.arange(positions.numel(), device=positions.device).view_as(positions)
+        entries = index[:, :seq].flatten()[labels.text_index]
+        of_branches = branches.collect(index[:, seq:].unflatten(1, (num_depths, num_branches)).transpose(1, 2))
+        entries[leaving] = entries[leaving].where(labels.on_text[leaving], of_branches)
+        inputs = (states.flatten(0, 1),)
+        return score(self.reader.head, inputs, labels, batch, objective, vocabulary=self.vocabulary, entries=entries)
 
     def _masks(self, visible: torch.Tensor, positions: Int[torch.Tensor, "batch query"]) -> Any:
         """Return the additive mask of each kind of layer, as transformers' models take them.

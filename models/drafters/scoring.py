@@ -27,14 +27,18 @@ MANY_OUTPUTS = 1000
 
 def score(
     predict: Callable[..., Float[torch.Tensor, "label output"]],
-    inputs: tuple[Shaped[torch.Tensor, "position depth *_"], ...],
+    inputs: tuple[Shaped[torch.Tensor, "*_"], ...],
     labels: Labels,
     batch: DrafterBatch,
     objective: Objective,
     *,
     vocabulary: DraftVocabulary,
+    entries: Int[torch.Tensor, "position depth"] | None = None,
 ) -> Loss:
-    """Compute the loss of a drafter from `inputs` at every position and depth.
+    """Compute the loss of a drafter from `inputs` at every position and depth: [position, depth, *rest].
+
+    With `entries` they are those of entries, [entry, *rest], and label [n, d] follows entry `entries[n, d]`:
+    labels that are the same token after the same entry are evaluated once. Entries of one text are in its order.
 
     `predict` computes the logits of rows of them. A label outside a reduced vocabulary counts as a
     miss. It adds nothing to the sums if the label is the teacher: in the cross-entropy, and in every
@@ -45,26 +49,35 @@ def score(
     """
     known, teacher = labels.known, make_teacher(batch, objective, vocabulary)
 
-    def rows_at(index: Int[torch.Tensor, " label"]) -> LabelRows:
+    def losses_at(
+        index: Int[torch.Tensor, " label"], evaluate: Callable[[LabelRows], LabelLoss], num_columns: int
+    ) -> LabelLoss:
         # Two indexes copy only these rows. Inputs may be expanded over the depths: to flatten them
         # would copy position x depth first.
         position, depth = index // known.shape[1], index % known.shape[1]
-        tokens, text, *rows = (column[position, depth] for column in (labels.tokens, labels.text_index, *inputs))
-        output, inside = vocabulary.outputs(tokens)
-        return LabelRows(output, inside, text, tuple(rows))
+        tokens, text = labels.tokens[position, depth], labels.text_index[position, depth]
+        if entries is None:
+            rows = LabelRows(*vocabulary.outputs(tokens), text, tuple(column[position, depth] for column in inputs))
+            return per_label_loss(evaluate, rows, num_columns)
+        # The labels that differ, and which of them each label is.
+        pairs, which = (entries[position, depth] * vocabulary.size + tokens).unique(return_inverse=True)
+        after, tokens = pairs // vocabulary.size, pairs % vocabulary.size
+        text = torch.empty_like(pairs).index_copy(0, which, text)
+        rows = LabelRows(*vocabulary.outputs(tokens), text, tuple(column[after] for column in inputs))
+        return LabelLoss(*(column[which] for column in per_label_loss(evaluate, rows, num_columns)))
 
     # 1. The labels without a teacher, and then those with one; the teacher is computed only for the
     # second group. A group is evaluated even if it is empty: so every process runs the same modules,
     # and every parameter has a gradient.
     taught = torch.zeros_like(known) if teacher is None else known & labels.on_text & teacher.knows(labels.text_index)
     indexes = [places(known & ~taught)]
-    losses = [per_label_loss(partial(against_label, predict), rows_at(indexes[0]), vocabulary.num_outputs)]
+    losses = [losses_at(indexes[0], partial(against_label, predict), vocabulary.num_outputs)]
     if teacher is not None:
         index = places(taught)
         # In the order of the text, where labels after the same token are neighbours.
         indexes.append(index[labels.text_index.flatten()[index].argsort(stable=True)])
         evaluate = partial(against_teacher, predict, teacher, objective.loss)
-        losses.append(per_label_loss(evaluate, rows_at(indexes[1]), teacher.num_columns))
+        losses.append(losses_at(indexes[1], evaluate, teacher.num_columns))
 
     # 2. By position and depth, and summed by depth.
     def spread(values: Sequence[torch.Tensor], empty: int) -> Shaped[torch.Tensor, "position depth"]:

@@ -219,13 +219,15 @@ def make_batch(target, rows: list[tuple[list[int], dict[int, list[int]]]]) -> Dr
 
 
 ROWS = [
-    ([5, 6, 7, 8, 9, 10, 11], {0: [6, 7, 8, 9], 2: [30, 31, 32, 33], 5: [11, 40, UNKNOWN, UNKNOWN]}),
-    ([20, 21, 22], {1: [22, 23, 24, 25], 2: [50, UNKNOWN, UNKNOWN, UNKNOWN]}),
+    # On the text, twice the same labels; off it at once; off it later.
+    ([5, 6, 7, 8, 9, 10, 11], {0: [6, 7, 8, 9], 1: [7, 8, 9, 40], 2: [30, 31, 32, 33], 4: [10, 11, 41, 42]}),
+    ([20, 21, 22], {0: [21, 22, UNKNOWN, UNKNOWN], 1: [22, 23, 24, 25], 2: [50, UNKNOWN, UNKNOWN, UNKNOWN]}),
 ]
+NUM_BRANCHES = 2  # of a row at most: two continuations leave the first text before their last tokens, one leaves the second
 
 
 @pytest.mark.parametrize("family", ["llama", "sliding window", "table of positions"])
-def test_the_loss_equals_that_of_a_forward_pass_over_each_branch(target, small, family):
+def test_loss_and_gradient_equal_those_of_a_forward_pass_over_each_branch(target, small, family, monkeypatch):
     torch.manual_seed(0)
     if family == "sliding window":
         config = MistralConfig(**{**small.model.config.to_dict(), "sliding_window": 4, "model_type": "mistral"})
@@ -234,19 +236,39 @@ def test_the_loss_equals_that_of_a_forward_pass_over_each_branch(target, small, 
         config = GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=32)
         small = HFTarget(GPT2LMHeadModel(config).double().eval(), target.tokenizer, target.identity)
     drafter = DraftModel(DraftModelConfig(), small)
-    with torch.no_grad():
-        loss = drafter.loss(make_batch(target, ROWS), Objective())
-        sums, counts = [0.0] * 3, [0] * 3
-        for text, branches in ROWS:
-            for position, tokens in branches.items():
-                for depth in range(3):
-                    if UNKNOWN in tokens[: depth + 2]:
-                        break
-                    ids = torch.tensor([[*text[: position + 1], *tokens[: depth + 1]]])
-                    sums[depth] -= float(small.model(ids).logits[0, -1].log_softmax(-1)[tokens[depth + 1]])
-                    counts[depth] += 1
-    assert loss.sums.tolist() == pytest.approx(sums, rel=1e-5)
-    assert loss.counts.tolist() == counts == [4, 3, 3]
+    widths = []
+    read = small.read_texts
+    monkeypatch.setattr(small, "read_texts", lambda **texts: widths.append(texts["input_ids"].shape[1]) or read(**texts))
+    loss = drafter.loss(make_batch(target, ROWS), Objective())
+    loss.sums.sum().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}
+    drafter.zero_grad()
+    sums, counts = [torch.zeros(()).double()] * 3, [0] * 3
+    for text, branches in ROWS:
+        for position, tokens in branches.items():
+            for depth in range(3):
+                if UNKNOWN in tokens[: depth + 2]:
+                    break
+                ids = torch.tensor([[*text[: position + 1], *tokens[: depth + 1]]])
+                sums[depth] = sums[depth] - small.model(ids).logits[0, -1].log_softmax(-1)[tokens[depth + 1]]
+                counts[depth] += 1
+    expected = torch.stack(sums)
+    expected.sum().backward()
+    assert loss.sums.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+    assert loss.counts.tolist() == counts == [6, 5, 5]
+    for name, parameter in drafter.named_parameters():
+        assert torch.allclose(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5), name
+    assert widths == [7 + 3 * NUM_BRANCHES]
+
+
+def test_texts_that_are_their_own_continuations_need_no_branch(target, small, monkeypatch):
+    read = small.read_texts
+    widths = []
+    monkeypatch.setattr(small, "read_texts", lambda **texts: widths.append(texts["input_ids"].shape[1]) or read(**texts))
+    batch = make_batch(target, [([5, 6, 7, 8, 9], {0: [6, 7, 8], 1: [7, 8, 9], 2: [8, 9, UNKNOWN]})])
+    loss = DraftModel(DraftModelConfig(), small).loss(batch, Objective())
+    assert widths == [5]
+    assert loss.counts.tolist() == [3, 2]
 
 
 # --- initial weights
