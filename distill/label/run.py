@@ -39,7 +39,7 @@ from ..plan import plan_sha256, plan_shards, run_shards, total
 from ..regenerate.engines.served_states import ServedStates, open_states
 from .continuations import LabelStats, label_continuations, require_labels, require_window
 from .features import TextFeatures, require_features, require_space, start_storing
-from .sampled_labels import SampledLabels
+from .next_tokens import SampledLabels
 
 logger = logging.getLogger(__name__)
 
