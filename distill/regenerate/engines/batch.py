@@ -18,8 +18,7 @@ from ....models.decoding.types import AcceptedPath, TargetOutput
 from ....models.llm.hf_target import HFTarget
 from ....models.llm.tree_cache import KeptText
 from ..engine import Answer, Limits, Request
-from ..lengths.buckets import Predicted
-from ..lengths.predictors import LightPredictor
+from ..lengths.buckets import LightPredictor, Predicted
 from ..lengths.schedule import RESERVED_SHARE, SHORTEST, UNKNOWN_SHARE, Decoded, Waiting, supervise
 
 
