@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -30,9 +31,9 @@ TOP_BYTES = 4 + 2
 2^-11."""
 
 
-def label_store(directory: Path) -> ShardStore[ShardEntry, Manifest]:
+def label_store(directory: Path, data_facts: Mapping[str, Any] | None = None) -> ShardStore[ShardEntry, Manifest]:
     """Return the store of the label shards in a folder."""
-    return ShardStore(directory, "shard", ".safetensors", ShardEntry, Manifest)
+    return ShardStore(directory, "shard", ".safetensors", ShardEntry, Manifest, data_facts)
 
 
 def write_shard(directory: Path, index: int, examples: list[DistilledExample]) -> ShardEntry:

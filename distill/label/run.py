@@ -95,10 +95,10 @@ def distill(
     require_labels(target, longest + max(config.horizon - 2, 0), branches=config.decodes_branches)
     require_features(config, target)
     # 2. Label them, shard by shard.
-    plan, store = plan_shards(examples, config.shard_examples), label_store(output_dir)
+    plan = plan_shards(examples, config.shard_examples)
+    store = label_store(output_dir, describe_data(data, target.tokenizer.chat_template, overlap))
     manifest = describe_labels(config, data, target, plan)
-    data_facts = describe_data(data, target.tokenizer.chat_template, overlap)
-    store.require_same(manifest, data_facts)
+    store.require_same(manifest)
     if store.missing(plan) and not data.is_private:
         text = preview(examples[0], target.tokenizer)
         logger.info("the first example, with what is trained on between %s and %s:\n%s", *MARKS, text)
@@ -118,7 +118,6 @@ def distill(
             make=lambda shards, progress: _label_shards(config, target, shards, output_dir, progress, worker, served),
             finish=lambda entries: _write_statistics(config, target, output_dir, entries, dropped),
             unit="tok",
-            data_facts=data_facts,
         )
 
 
@@ -166,8 +165,9 @@ def missing_examples(
     config: DistillConfig, data: DataConfig, target: HFTarget, examples: Sequence[Example], output_dir: Path
 ) -> list[Example]:
     """Return the unlabelled examples. Raises ValueError if the folder is another run's."""
-    plan, store = plan_shards(examples, config.shard_examples), label_store(output_dir)
-    store.require_same(describe_labels(config, data, target, plan), describe_data(data, target.tokenizer.chat_template))
+    plan = plan_shards(examples, config.shard_examples)
+    store = label_store(output_dir, describe_data(data, target.tokenizer.chat_template))
+    store.require_same(describe_labels(config, data, target, plan))
     return store.missing(plan)
 
 

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from tqdm import tqdm
@@ -131,9 +130,9 @@ def answer_all(
     `begin` begins an item's conversation, and `open` opens the engine with the configured drafter.
     Errors as in `run_shards`.
     """
-    plan, store = plan_shards(items, config.shard_examples), answer_store(output_dir)
-    data_facts = describe_data(data, target.tokenizer.chat_template, overlap)
-    manifest, drafter = begin_answers(config, data, target, plan, store, accelerator, data_facts)
+    plan = plan_shards(items, config.shard_examples)
+    store = answer_store(output_dir, describe_data(data, target.tokenizer.chat_template, overlap))
+    manifest, drafter = begin_answers(config, data, target, plan, store, accelerator)
     # With a server each process sends its own requests.
     worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel and not config.is_served)
 
@@ -162,7 +161,6 @@ def answer_all(
         make=make,
         finish=finish,
         unit=unit,
-        data_facts=data_facts,
     )
     target.plain_linears()  # what follows is then the same whether this process has answered or not
     return manifest
@@ -189,10 +187,10 @@ def missing_conversations(
     config: DistillConfig, data: DataConfig, target: HFTarget, conversations: Sequence[Conversation], output_dir: Path
 ) -> list[Conversation]:
     """Return the unanswered conversations. Raises ValueError if the folder is another run's."""
-    plan, store = plan_shards(conversations, config.shard_examples), answer_store(output_dir)
+    plan = plan_shards(conversations, config.shard_examples)
+    store = answer_store(output_dir, describe_data(data, target.tokenizer.chat_template))
     linears = store.load().linears if store.is_begun else {}
-    manifest = describe_answers(config, data, target, plan, linears)
-    store.require_same(manifest, describe_data(data, target.tokenizer.chat_template))
+    store.require_same(describe_answers(config, data, target, plan, linears))
     return store.missing(plan)
 
 
@@ -203,7 +201,6 @@ def begin_answers(
     plan: Sequence[Sequence[Conversation]],
     store: ShardStore[AnswersEntry, AnswersManifest],
     accelerator: Accelerator,
-    data_facts: Mapping[str, Any],
 ) -> tuple[AnswersManifest, LoadedDrafter | None]:
     """Return the manifest of this run, and the drafter that decodes what is missing.
 
@@ -225,7 +222,6 @@ def begin_answers(
     if is_first:
         if decodes:
             target.choose_linears(*parts)
-        store.save_data_facts(data_facts)
         store.save(describe(target.linears))
     accelerator.wait_for_everyone()
     # 3. All others take its choice.
