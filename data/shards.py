@@ -95,28 +95,35 @@ def read_shard(directory: Path, entry: ShardEntry, reads: TargetReads | None = N
         ids = json.loads(file.metadata()[METADATA_KEY])["ids"]
         names = file.keys()
         tensors = {name: file.get_tensor(name) for name in names if reads is None or _is_read(name, reads)}
-    stored = {
+    # 2. Cut them into examples.
+    lengths = tensors.pop("offsets").diff().tolist()
+    texts = zip(ids, tensors.pop("input_ids").split(lengths), tensors.pop("loss_mask").split(lengths), strict=True)
+    examples = [Example(id=id, input_ids=input_ids.long(), loss_mask=loss_mask) for id, input_ids, loss_mask in texts]
+    return with_labels(examples, _unpacked(tensors))
+
+
+def with_labels(examples: Sequence[Example], tensors: Mapping[str, torch.Tensor]) -> list[DistilledExample]:
+    """Return examples with their labels and states, which follow each other in tensors with the names of a shard's."""
+    lengths = [len(example.input_ids) for example in examples]
+    parts = {name: values.split(lengths) for name, values in tensors.items()}
+    return [
+        _with_labels(example, {name: values[row] for name, values in parts.items()}) for row, example in enumerate(examples)
+    ]
+
+
+def _with_labels(example: Example, tensors: Mapping[str, torch.Tensor]) -> DistilledExample:
+    states = {
         name: StoredStates(values=values, scales=tensors.get(name + SCALES))
         for name, values in tensors.items()
         if name == "hidden_states" or (name.startswith(LAYER) and not name.endswith(SCALES))
     }
-    # 2. Cut them into examples.
-    top = _unpack_top(tensors)
-    examples = []
-    offsets = tensors["offsets"].tolist()
-    for id, start, end in zip(ids, offsets[:-1], offsets[1:], strict=True):
-        states = {name: layer_states.tokens(start, end) for name, layer_states in stored.items()}
-        example = Example(id=id, input_ids=tensors["input_ids"][start:end].long(), loss_mask=tensors["loss_mask"][start:end])
-        examples.append(
-            DistilledExample(
-                example=example,
-                continuations=tensors["continuations"][start:end].long(),
-                hidden_states=states.pop("hidden_states", None),
-                layers={int(name.removeprefix(LAYER)): layer_states for name, layer_states in states.items()},
-                top=None if top is None else TopTokens(tokens=top.tokens[start:end], log_probs=top.log_probs[start:end]),
-            )
-        )
-    return examples
+    return DistilledExample(
+        example=example,
+        continuations=tensors["continuations"].long(),
+        hidden_states=states.pop("hidden_states", None),
+        layers={int(name.removeprefix(LAYER)): layer_states for name, layer_states in states.items()},
+        top=TopTokens(tokens=tensors["top_tokens"], log_probs=tensors["top_log_probs"]) if "top_tokens" in tensors else None,
+    )
 
 
 def _states_by_name(example: DistilledExample) -> dict[str, StoredStates]:
@@ -141,14 +148,15 @@ def _top_tensors(tops: Sequence[TopTokens]) -> dict[str, torch.Tensor]:
     }
 
 
-def _unpack_top(tensors: Mapping[str, torch.Tensor]) -> TopTokens | None:
+def _unpacked(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return a shard's tensors with top tokens, if there are any, for all tokens."""
     if "top_mask" not in tensors:
-        return None
+        return tensors
     mask, packed = tensors["top_mask"], tensors["top_tokens"]
     tokens = torch.full((len(mask), packed.shape[1]), UNKNOWN, dtype=torch.int32)
     log_probs = torch.full(tokens.shape, -math.inf, dtype=torch.float16)
     tokens[mask], log_probs[mask] = packed, tensors["top_log_probs"]
-    return TopTokens(tokens=tokens, log_probs=log_probs)
+    return {**tensors, "top_tokens": tokens, "top_log_probs": log_probs}
 
 
 def _is_read(name: str, reads: TargetReads) -> bool:

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float, Int
 
 from ...data.device import to_device
-from ...data.shards import LAYER, SCALES, TOP_BYTES
-from ...data.states import StoredStates, are_finite, encode_states, state_bytes
-from ...data.types import DistilledExample, Example, TopTokens
+from ...data.shards import LAYER, SCALES, TOP_BYTES, with_labels
+from ...data.states import are_finite, encode_states, state_bytes
+from ...data.types import DistilledExample, Example
 from ...models.llm.hf_target import HFTarget
 from ...models.llm.hidden_states import decoder_layers
 from ...models.machine import available_memory
@@ -132,40 +132,23 @@ def start_storing(
     tensors = {name: values.flatten(0, 1)[index] for name, values in read.items() if values is not None}
     states = {f"{LAYER}{layer}": features.layers[layer] for layer in config.feature_layers}
     states |= {"hidden_states": features.hidden_states} if config.last_hidden else {}
+    tensors["finite"] = torch.ones_like(index, dtype=torch.bool)
     for name, values in states.items():
         of_tokens = values.flatten(0, 1)[index]
-        finite = are_finite(of_tokens)
-        tensors["finite"] = tensors["finite"] & finite if "finite" in tensors else finite
+        tensors["finite"] &= are_finite(of_tokens)
         encoded = encode_states(of_tokens, config.features_dtype)
         tensors |= {name: encoded.values} | ({} if encoded.scales is None else {name + SCALES: encoded.scales})
     wait = start_host_copies(tensors)
 
     # 3. Divide them among the examples, once they are there.
     def finish() -> list[DistilledExample]:
-        parts = {name: tensor.split(lengths) for name, tensor in wait().items()}
-        return [
-            _stored_example(config, example, {name: part[row] for name, part in parts.items()})
-            for row, example in enumerate(examples)
-        ]
+        copied = wait()
+        for example, finite in zip(examples, copied.pop("finite").split(lengths), strict=True):
+            if not finite.all():
+                raise ValueError(f"example {example.id!r}: {NOT_FINITE}")
+        return with_labels(examples, copied)
 
     return finish
-
-
-def _stored_example(config: DistillConfig, example: Example, tensors: Mapping[str, torch.Tensor]) -> DistilledExample:
-    """Return an example with its part of the tensors of `start_storing`."""
-    if "finite" in tensors and not tensors["finite"].all():
-        raise ValueError(f"example {example.id!r}: {NOT_FINITE}")
-
-    def states(name: str) -> StoredStates:
-        return StoredStates(values=tensors[name], scales=tensors.get(name + SCALES))
-
-    return DistilledExample(
-        example=example,
-        continuations=tensors["continuations"],
-        hidden_states=states("hidden_states") if config.last_hidden else None,
-        layers={layer: states(f"{LAYER}{layer}") for layer in config.feature_layers},
-        top=TopTokens(tokens=tensors["top_tokens"], log_probs=tensors["top_log_probs"]) if "top_tokens" in tensors else None,
-    )
 
 
 def start_host_copies(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, torch.Tensor]]:
