@@ -35,12 +35,6 @@ SHARDS_READ = 4
 """Least number of shards from which held-out texts are taken."""
 
 
-def require_texts_for_all(num_texts: int, num_processes: int, *, tensor_parallel: bool) -> None:
-    """Raise ValueError if there are held-out texts, and fewer than processes that measure with them."""
-    if 0 < num_texts < num_processes and not tensor_parallel:
-        raise ValueError(f"train.validation_texts is {num_texts}, fewer than the {num_processes} processes; raise it")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
     """A held-out text: its location, and the prompt at its start."""
@@ -109,7 +103,7 @@ class Validator:
         accelerator: Accelerator,
     ) -> None:
         self._worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel)
-        assert len(held_out) >= self._worker.num_workers, "`require_texts_for_all` has checked it"
+        assert len(held_out) >= self._worker.num_workers, "`for_launch` has checked it"
         self._prompts = [text.prompt.to(target.device) for text in held_out]
         self._mine = range(self._worker.index, len(held_out), self._worker.num_workers)
         self._target = target
