@@ -55,7 +55,8 @@ def write_shard(directory: Path, index: int, examples: list[DistilledExample]) -
     stored = [_states_by_name(example) for example in examples]
     assert all(states.keys() == stored[0].keys() for states in stored), "either all examples have a layer's states or none has"
     for name in stored[0]:
-        tensors |= _state_tensors(name, [states[name] for states in stored])
+        together = joined([states[name] for states in stored])
+        tensors |= {name: together.values} | ({} if together.scales is None else {name + SCALES: together.scales})
     tops = [example.top for example in examples if example.top is not None]
     if tops:
         assert len(tops) == len(examples), "either every example of a shard has top tokens or none has"
@@ -129,11 +130,6 @@ def _with_labels(example: Example, tensors: Mapping[str, torch.Tensor]) -> Disti
 def _states_by_name(example: DistilledExample) -> dict[str, StoredStates]:
     named = {} if example.hidden_states is None else {"hidden_states": example.hidden_states}
     return named | {f"{LAYER}{number}": states for number, states in example.layers.items()}
-
-
-def _state_tensors(name: str, states: Sequence[StoredStates]) -> dict[str, torch.Tensor]:
-    together = joined(states)
-    return {name: together.values} | ({} if together.scales is None else {name + SCALES: together.scales})
 
 
 def _top_tensors(tops: Sequence[TopTokens]) -> dict[str, torch.Tensor]:

@@ -192,8 +192,13 @@ class Checkpoints(Behind):
         numbers are not restored. Raises ValueError for a checkpoint that is damaged, or that this
         launch can't read.
         """
-        marker = read_marker(checkpoint)
-        _require_readable(checkpoint, marker, self._accelerator)
+        marker, num_processes = read_marker(checkpoint), self._accelerator.num_processes
+        if marker.sharded_by is not None and marker.num_processes != num_processes:  # `is_trained` compares the kind
+            raise ValueError(
+                f"the checkpoint {checkpoint} is in {marker.num_processes} parts by {marker.sharded_by}, and there are "
+                f"{num_processes} processes now. Launch as many processes as before; only a run that isn't sharded can "
+                "resume with another number"
+            )
         require_unchanged(checkpoint, marker, self._accelerator)
         try:
             if marker.sharded_by is not None:
@@ -203,7 +208,7 @@ class Checkpoints(Behind):
             model: nn.Module = self._accelerator.unwrap_model(self._model)
             model.load_state_dict(content["model"])
             self._optimizer.load_state_dict(content["optimizer"])
-            if marker.num_processes == self._accelerator.num_processes:
+            if marker.num_processes == num_processes:
                 mine = content["generators"][self._accelerator.process_index]
                 set_random_state(mine, self._accelerator.device)
         except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
@@ -227,16 +232,6 @@ def _damaged(checkpoint: Path, reason: object) -> ValueError:
         f"the checkpoint {checkpoint} is damaged ({reason}); delete it, and the same command resumes from the one before, or "
         "starts again"
     )
-
-
-def _require_readable(checkpoint: Path, marker: Marker, accelerator: Accelerator) -> None:
-    """Raise ValueError for a checkpoint that this launch can't load; `is_trained` compares the kind of sharding."""
-    if marker.sharded_by is not None and marker.num_processes != accelerator.num_processes:
-        raise ValueError(
-            f"the checkpoint {checkpoint} is in {marker.num_processes} parts by {marker.sharded_by}, and there are "
-            f"{accelerator.num_processes} processes now. Launch as many processes as before; only a run that isn't sharded can "
-            "resume with another number"
-        )
 
 
 def read_marker(checkpoint: Path) -> Marker:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from ..data.device import to_device
@@ -92,7 +91,8 @@ def _accumulate_gradients(training: Training, batches: Sequence[DrafterBatch]) -
             scale = accelerator.num_processes / num_labels[: len(loss.sums)].sum().clamp(min=1)
             backward(accelerator, model, loss.sums.sum() * scale)
         total = add_losses(total, loss)
-    return _sum_over_processes(total, accelerator), seen
+    assert total is not None, "a step has at least one micro-batch"
+    return Loss(**accelerator.reduce({name: getattr(total, name) for name in LOSS_FIELDS}, "sum")), seen
 
 
 def _count(batches: Sequence[DrafterBatch], device: torch.device) -> list[torch.Tensor]:
@@ -100,11 +100,6 @@ def _count(batches: Sequence[DrafterBatch], device: torch.device) -> list[torch.
     labels = torch.stack([label_counts(batch) for batch in batches]).sum(0)
     seen = torch.stack([torch.stack([batch.positions.sum(), batch.attention_mask.sum()]) for batch in batches]).sum(0)
     return [to_device(counts, device) for counts in (labels, seen)]
-
-
-def _sum_over_processes(loss: Loss | None, accelerator: Accelerator) -> Loss:
-    assert loss is not None, "a step has at least one micro-batch"
-    return Loss(**accelerator.reduce({name: getattr(loss, name) for name in LOSS_FIELDS}, "sum"))
 
 
 def is_measured(training: Training, done: int) -> bool:
