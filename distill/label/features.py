@@ -159,17 +159,13 @@ def start_host_copies(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[
     pinned memory is scarce: PyTorch uses it again for the next copies. On other devices the tensors
     are ready at once.
     """
+    host = {name: tensor.to("cpu", non_blocking=tensor.is_cuda) for name, tensor in tensors.items()}
     if not any(tensor.is_cuda for tensor in tensors.values()):
-        host = {name: tensor.cpu() for name, tensor in tensors.items()}
         return lambda: host
-    pinned = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-        for name, tensor in tensors.items()
-    }
     copied = torch.cuda.current_stream(next(iter(tensors.values())).device).record_event()
 
     def wait() -> dict[str, torch.Tensor]:
         copied.synchronize()
-        return {name: tensor.clone() for name, tensor in pinned.items()}
+        return {name: tensor.clone() for name, tensor in host.items()}
 
     return wait
