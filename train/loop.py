@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .checkpoint import latest_checkpoint, remove_incomplete
 from .config import Division
 from .metrics import LOSS_FIELDS, add_losses, summarize
 from .parallel import backward, finish_step, make_anchor, micro_batch, tensor_float32
-from .processes import Sigterm, StepPatience
+from .processes import Sigterm, shorten_patience
 from .records import Tracker, progress_bar, show
 from .results import steps_of
 from .setup import Training
@@ -32,8 +33,8 @@ def fit(training: Training, *, start: int) -> None:
     tracker = Tracker(training.output_dir, config, training.run, step=start, active=accelerator.is_main_process)
     bar = progress_bar(config.steps, start=start, active=accelerator.is_main_process)
     peaked = training.best.has_peaked(config.patience)
-    patience, sigterm = StepPatience(accelerator), Sigterm(accelerator, step=start)
-    with patience, sigterm, training.checkpoints, tracker, bar:
+    sigterm = Sigterm(accelerator, step=start)
+    with ExitStack() as stack, sigterm, training.checkpoints, tracker, bar:
         for step in range(start, start if peaked else config.steps):
             # 1. Forward and backward of each micro-batch.
             loss, seen = _accumulate_gradients(training, training.stream.batches(step))
@@ -41,13 +42,14 @@ def fit(training: Training, *, start: int) -> None:
             grad_norm = finish_step(accelerator, training.model, training.optimizer, config.max_grad_norm)
             learning_rate = training.scheduler.get_last_lr()[0]
             training.scheduler.step()
-            patience.shorten()
             meter.add_step(step, loss, grad_norm, seen)
 
             # 3. Records, measurement and checkpoint, where they are due.
             done = step + 1
             bar.update()
-            if step == start:  # the bar has a loss from its first step on
+            if step == start:
+                shorten_patience(accelerator, stack)
+                # The bar has a loss from its first step on.
                 show(bar, summarize(loss), training.best.latest)
             measure = is_measured(training, done)
             log = done % config.log_every == 0 or done == config.steps or measure
