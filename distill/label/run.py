@@ -351,30 +351,19 @@ VISIBLE = str.maketrans({"\n": "\u21b5\n", "\t": "\u2192"} | {chr(code): "\ufffd
 
 
 def preview(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Render the first parts of an example. Trained parts are in [[ ]].
+    """Render the first parts of an example. Trained parts are in [[ ]], which also show spaces at a part's ends.
 
-    Line breaks are shown as \u21b5 at the end of a line, tabs as \u2192, and spaces at a part's
-    ends as \u00b7.
+    Line breaks are shown as \u21b5 at the end of a line, and tabs as \u2192. The middle of a long part is cut out.
     """
     start, end = MARKS
     tokens = zip(example.input_ids.tolist(), example.loss_mask.tolist(), strict=True)
     parts = [(trained, [id for id, _ in group]) for trained, group in groupby(tokens, key=lambda token: token[1])]
-    texts = []
+    texts, half = [], MAX_CHARACTERS // 2
     for trained, ids in parts[:MAX_PARTS]:
-        decoded = str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        text = _shorten(decoded)
-        texts.append(f"{start}{text}{end}" if trained else text)
+        text = str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        if len(text) >= MAX_CHARACTERS + LEAST_CUT:
+            text = f"{text[:half]} ... ({len(text) - 2 * half} characters) ... {text[-half:]}"
+        texts.append(f"{start}{text.translate(VISIBLE)}{end}" if trained else text.translate(VISIBLE))
     if len(parts) > MAX_PARTS:
         texts.append(f" ... and {len(parts) - MAX_PARTS} more parts")
     return "".join(texts)
-
-
-def _shorten(text: str) -> str:
-    """Make white space visible, and cut the middle out of a long text."""
-    inner = text.strip(" ")
-    leading, trailing = len(text) - len(text.lstrip(" ")), len(text) - len(text.rstrip(" "))
-    if len(inner) >= MAX_CHARACTERS + LEAST_CUT:
-        half = MAX_CHARACTERS // 2
-        inner = f"{inner[:half]} ... ({len(inner) - 2 * half} characters) ... {inner[-half:]}"
-    dots = ("\u00b7" * leading, "\u00b7" * trailing if inner else "")
-    return f"{dots[0]}{inner.translate(VISIBLE)}{dots[1]}"
