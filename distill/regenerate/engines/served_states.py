@@ -24,7 +24,7 @@ from ....models.llm.hf_target import HFTarget
 from ....models.llm.hidden_states import decoder_layers, decoder_of
 from ...config import DistillConfig
 from .openai import Completion, CompletionsServer, open_servers
-from .states_files import states_file, take_states
+from .states_files import drop_states, states_file, take_states
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,8 @@ class ServedStates:
             for url, _, reply in asked:
                 # After an error: the files that no one will read are memory.
                 if not reply.cancel() and reply.done() and reply.exception() is None:
-                    self._drop(url, reply.result())
+                    with suppress(ValueError, OSError):
+                        drop_states(url, reply.result().kv_transfer_params, self.folder)
         padded = pad_sequence(states, batch_first=True).to(self.target.device)
         *inputs, last = padded.unbind(2)
         norm = decoder_of(self.target.model).norm
@@ -102,13 +103,6 @@ class ServedStates:
     @property
     def _wanted(self) -> list[int]:
         return [*self.layers, len(decoder_layers(self.target.model))]
-
-    def _drop(self, url: str, reply: Completion) -> None:
-        """Delete a text's states, if they are there."""
-        if reply.kv_transfer_params is None:
-            return
-        with suppress(ValueError, OSError):
-            take_states(states_file(url, reply.kv_transfer_params, self.folder), lambda path: None)
 
     def _of_file(self, url: str, reply: Completion, text: torch.Tensor) -> Float[torch.Tensor, "seq layer hidden"]:
         """Read a text's states, and delete their file."""
