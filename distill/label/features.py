@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 
+from ...data.collate import padded
 from ...data.device import to_device
 from ...data.shards import LAYER, SCALES, TOP_BYTES, with_labels
 from ...data.states import are_finite, encode_states, state_bytes
@@ -124,9 +124,7 @@ def start_storing(
     """
     # 1. The tokens of all texts, one text after another.
     lengths = [len(example.input_ids) for example in examples]
-    width = continuations.shape[1]
-    places = np.concatenate([row * width + np.arange(length) for row, length in enumerate(lengths)])
-    index = to_device(places, continuations.device)
+    index = to_device(padded(lengths).index(), continuations.device)
     # 2. Encode the states, and start all copies. The names are those of a shard.
     read = {"continuations": continuations, "top_tokens": features.top_tokens, "top_log_probs": features.top_log_probs}
     tensors = {name: values.flatten(0, 1)[index] for name, values in read.items() if values is not None}
