@@ -131,13 +131,8 @@ class DistillConfig:
         """Whether answers and labels are both the target's greedy ones, and so should agree."""
         return self.engine is not None and self.temperature == 0 and self.label_temperature == 0
 
-    @property
-    def last_hidden(self) -> bool:
-        """Whether the target's last hidden states are stored."""
-        return self.features == "last_hidden"
-
     def _features_problems(self) -> list[str]:
-        if self.features_dtype != "bfloat16" and not self.last_hidden and not self.feature_layers:
+        if self.features_dtype != "bfloat16" and self.features == "none" and not self.feature_layers:
             stored = f"features_dtype is {self.features_dtype}, and nothing is stored in it"
             return [f"{stored}; set features or feature_layers too"]
         return []

@@ -48,7 +48,7 @@ def bytes_per_token(config: DistillConfig, hidden_size: int, *, labelled: float 
     `labelled` is the share of tokens with top tokens, if these are stored: about the assistant's
     share.
     """
-    num_states = config.last_hidden + len(config.feature_layers)
+    num_states = (config.features == "last_hidden") + len(config.feature_layers)
     states = num_states * state_bytes(hidden_size, config.features_dtype)
     top = 0.0 if config.top_logprobs is None else MASK_BYTES + labelled * config.top_logprobs * TOP_BYTES
     return TOKEN_BYTES * (1 + config.horizon) + MASK_BYTES + states + top
@@ -129,7 +129,7 @@ def start_storing(
     read = {"continuations": continuations, "top_tokens": features.top_tokens, "top_log_probs": features.top_log_probs}
     tensors = {name: values.flatten(0, 1)[index] for name, values in read.items() if values is not None}
     states = {f"{LAYER}{layer}": features.layers[layer] for layer in config.feature_layers}
-    states |= {"hidden_states": features.hidden_states} if config.last_hidden else {}
+    states |= {"hidden_states": features.hidden_states} if config.features == "last_hidden" else {}
     tensors["finite"] = torch.ones_like(index, dtype=torch.bool)
     for name, values in states.items():
         of_tokens = values.flatten(0, 1)[index]
