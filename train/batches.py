@@ -31,9 +31,6 @@ from ..models.llm.tensor_parallel import turns
 from ..models.llm.tree_attention import has_only_attention
 from .config import TrainConfig
 
-# Any token works: the attention mask hides the padding.
-PAD_ID = 0
-
 TextLocation = tuple[int, int]
 """Location of a text: its shard, and its row there."""
 
@@ -171,7 +168,6 @@ def collated(
         max_positions=config.max_positions,
         generator=generator,
         labels=config.labels,
-        pad_id=PAD_ID,
         reads=reads,
         packing=config.packing,
     )

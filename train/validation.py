@@ -29,7 +29,7 @@ from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.objective import Loss, Objective
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.tensor_parallel import Worker
-from .batches import PAD_ID, TextLocation, derived_seed, target_reads, with_hidden_states
+from .batches import TextLocation, derived_seed, target_reads, with_hidden_states
 from .metrics import LOSS_FIELDS, add_losses, summarize
 
 SHARDS_READ = 4
@@ -187,4 +187,4 @@ class Validator:
             continuations = text_continuations(example.input_ids, example.loss_mask, self.horizon)
             examples.append(DistilledExample(example=example, continuations=continuations))
         # All positions are used, so no random number is drawn.
-        return collate(examples, max_positions=None, generator=torch.Generator(), labels="distilled", pad_id=PAD_ID)
+        return collate(examples, max_positions=None, generator=torch.Generator(), labels="distilled")
