@@ -8,7 +8,6 @@ from heapq import heapreplace
 import torch
 from jaxtyping import Bool, Int, Shaped
 
-from .config import LABELS
 from .states import BatchStates, joined
 from .types import TOKENS_ONLY, UNKNOWN, DistilledExample, DrafterBatch, TargetReads
 
@@ -135,7 +134,6 @@ def collate(
     target in the batch; every example must have them. States stay in the stored type until
     `DrafterBatch.decoded`.
     """
-    assert labels in LABELS, labels
     # 1. Labels, and the positions that have one.
     texts = [example.example for example in examples]
     layout = (packed if packing else padded)([len(text.input_ids) for text in texts])

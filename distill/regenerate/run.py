@@ -280,19 +280,18 @@ def answer_conversations(
     `progress` counts turns.
     """
     # 1. In each round, answer the next turn of all unfinished dialogues.
-    num_shown = 0
+    begun = progress.n
     while waiting := {request.id: (dialogue, request) for dialogue in dialogues if (request := dialogue.next_request())}:
         for answer in engine.answer([request for _, request in waiting.values()]):
             dialogue, _ = waiting.pop(answer.id)
             before = dialogue.num_done
             dialogue.take(answer)
             progress.update(dialogue.num_done - before)
-            num_shown += dialogue.num_done - before
         if waiting:
             raise RuntimeError(f"the engine {type(engine).__name__} left {len(waiting)} requests unanswered")
     # 2. Count the results; some turns were dropped before they were requested.
     num_turns = sum(dialogue.num_turns for dialogue in dialogues)
-    progress.update(num_turns - num_shown)
+    progress.update(begun + num_turns - progress.n)
     examples = [example for dialogue in dialogues for example in dialogue.examples]
     dropped = sum((dialogue.dropped for dialogue in dialogues), Counter[str]())
     spans = [span for example in examples for span in example.answers]
