@@ -106,7 +106,7 @@ def suite_command(options: SuiteOptions) -> None:
 
     from ..data.config import DataConfig, DataSource
     from ..data.files import atomic_write_text
-    from ..data.own_suite import draw_suite
+    from ..data.questions import draw_suite
     from ..data.sources import describe_drops, load_conversations
 
     if options.output.exists():

@@ -52,14 +52,12 @@ from ..models.export.registry import refusals_after_training
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.loading import load_target
 from ..train.checkpoint import latest_checkpoint, step_of
-from ..train.config import with_accumulation
-from ..train.low_rank import require_whole_weights
+from ..train.config import for_launch
 from ..train.parallel import sharding
 from ..train.processes import make_accelerator, require_supported_launch
 from ..train.records import require_tracker
 from ..train.results import CHECKPOINTS_DIR
 from ..train.run import train
-from ..train.validation import require_texts_for_all
 from .config import RunConfig
 from .errors import COMMAND_VARIABLE, silence_bars
 from .export_stage import PACKAGE_FOLDER, describe_unexportable, export, require_exportable
@@ -92,10 +90,8 @@ def run(config: RunConfig, *, plan: bool = False) -> None:
     accelerator = make_accelerator(config.mixed_precision)
     require_supported_launch(accelerator)
     for drafter in config.drafter_runs() if "train" in config.stages else ():
-        with_accumulation(drafter.train, accelerator.num_processes)  # raises before any long work
-        require_whole_weights(drafter.train.lora_rank, sharding(accelerator))
-        num_texts = drafter.train.validation_texts
-        require_texts_for_all(num_texts, accelerator.num_processes, tensor_parallel=config.target.tensor_parallel)
+        shared, kind = config.target.tensor_parallel, sharding(accelerator)
+        for_launch(drafter.train, accelerator.num_processes, sharded_by=kind, tensor_parallel=shared)  # before any long work
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     configure_logging(accelerator.is_main_process)

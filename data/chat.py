@@ -211,8 +211,7 @@ class ChatTemplate:
         messages = [self._message(turn) for turn in turns]
         if any(turn.tool_calls for turn in turns) and self._names_functions_in_ids:
             _name_functions_in_ids(messages)
-        text, spans = self._render_messages(messages, tools, **options)
-        return text, spans
+        return self._render_messages(messages, tools, **options)
 
     def _render_messages(
         self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **options: bool

@@ -8,7 +8,6 @@ from heapq import heapreplace
 import torch
 from jaxtyping import Bool, Int, Shaped
 
-from .config import LABELS
 from .states import BatchStates, joined
 from .types import TOKENS_ONLY, UNKNOWN, DistilledExample, DrafterBatch, TargetReads
 
@@ -17,6 +16,10 @@ ATTENTION_COLUMNS = 4096
 size.
 
 Packing weighs this cost: attention with a block mask is mostly computed across the whole row."""
+
+
+PAD_ID = 0
+"""Token of padding. Any one works: the attention mask hides it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +120,6 @@ def collate(
     max_positions: int | None,
     generator: torch.Generator,
     labels: str,
-    pad_id: int,
     reads: TargetReads = TOKENS_ONLY,
     packing: bool = False,
 ) -> DrafterBatch:
@@ -127,12 +129,11 @@ def collate(
 
     `labels` is `distilled` (the target's continuations) or `text` (the text's next tokens). Both
     use the same positions: those with a distilled label. If the batch has more than
-    `max_positions`, `generator` (on the CPU) samples that many of them. Padding is `pad_id`,
+    `max_positions`, `generator` (on the CPU) samples that many of them. Padding is PAD_ID,
     UNKNOWN, zeros, and log-probabilities of minus infinity. `reads` selects the tensors of the
     target in the batch; every example must have them. States stay in the stored type until
     `DrafterBatch.decoded`.
     """
-    assert labels in LABELS, labels
     # 1. Labels, and the positions that have one.
     texts = [example.example for example in examples]
     layout = (packed if packing else padded)([len(text.input_ids) for text in texts])
@@ -147,7 +148,7 @@ def collate(
     assert len(tops) == len(examples) * reads.top, "every example must have the tensors that are read"
     # 3. One tensor of each, padded.
     return DrafterBatch(
-        input_ids=layout.place([text.input_ids.long() for text in texts], pad_id),
+        input_ids=layout.place([text.input_ids.long() for text in texts], PAD_ID),
         attention_mask=layout.place([torch.ones_like(text.loss_mask) for text in texts], False),
         positions=layout.place(_thin(positions, max_positions, generator), False),
         continuations=layout.place([continuation.long() for continuation in continuations], UNKNOWN),

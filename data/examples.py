@@ -13,7 +13,6 @@ from itertools import chain
 import numpy as np
 import torch
 from jaxtyping import Bool, Int
-from transformers import PreTrainedTokenizerBase
 
 from .answers import AnswerFinder, Text
 from .chat import ChatTemplate, Span
@@ -29,6 +28,9 @@ BATCH_SIZE = 256
 SHOWN_CHARS = 200
 """Most characters of a dropped conversation that a message shows."""
 
+Encoded = tuple[str, Sequence[int], Bool[torch.Tensor, " seq"]]
+"""An example's id, its token ids before they are cut, and which of them are trained."""
+
 
 def encode_conversations(
     conversations: Sequence[Conversation],
@@ -43,26 +45,18 @@ def encode_conversations(
     are cut. Raises ValueError if the tokenizer lacks a requirement, if its template exceeds the bounds of
     rendering, or if no example is left: a mask of zeros would train on nothing.
     """
-    # 1. Write and tokenize the conversations, in batches.
-    tokenizer = finder.tokenizer
+    # 1. Write and tokenize the conversations, in batches, and cut them.
     examples, dropped, lost = list[Example](), Counter[str](), list[int]()  # tokens that each example loses
     for start in range(0, len(conversations), BATCH_SIZE):
-        written = list[tuple[str, Text]]()
-        for conversation in conversations[start : start + BATCH_SIZE]:
-            if conversation.tokens is not None:
-                examples += _of_tokens(conversation, len(tokenizer), train_on, max_length, dropped, lost)
-                continue
-            texts = finder.texts(conversation, train_on)
-            if isinstance(texts, str):
-                if not dropped[texts]:
-                    shown = "" if conversation.is_private else f": {_shown(conversation)}"
-                    logger.warning("a dropped conversation, %s: %s%s", conversation.id, texts, shown)
-                dropped[texts] += 1
-                continue
-            # All numbers are written, so that no two ids are equal.
-            ids = [conversation.id] if len(texts) == 1 else [f"{conversation.id}#{number}" for number in range(len(texts))]
-            written += zip(ids, texts, strict=True)
-        examples += _tokenize(written, tokenizer, max_length, dropped, lost)
+        batch = conversations[start : start + BATCH_SIZE]
+        for id, ids, mask in _encoded(batch, finder, train_on, dropped):
+            if not mask.any():
+                dropped["no token of the assistant"] += 1
+            elif not mask[1:max_length].any():
+                dropped[_no_token_within(max_length)] += 1
+            else:
+                lost.append(max(0, len(ids) - max_length))
+                examples.append(Example(id=id, input_ids=torch.tensor(ids[:max_length]), loss_mask=mask[:max_length].clone()))
     # 2. Check that there are examples, and report what is lost.
     if not examples:
         raise _no_examples(len(conversations), dropped, max_length, finder.template)
@@ -111,21 +105,32 @@ def _log_losses(finder: AnswerFinder, lost: Sequence[int], num_kept: int, max_le
     )
 
 
-def _tokenize(
-    written: Sequence[tuple[str, Text]],
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    dropped: Counter[str],
-    lost: list[int],
-) -> Iterator[Example]:
-    if not written:
-        return
-    # The template has written the special tokens. `verbose` would warn of long texts, which are cut
-    # below.
-    texts = [text.text for _, text in written]
-    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    for (id, text), ids, offsets in zip(written, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        yield from _cut(id, ids, _covered(_tensor(offsets), text.spans), max_length, dropped, lost)
+def _encoded(
+    conversations: Sequence[Conversation], finder: AnswerFinder, train_on: str, dropped: Counter[str]
+) -> Iterator[Encoded]:
+    """Yield the tokens of conversations and texts, with the mask of what is trained."""
+    written = list[tuple[str, Text]]()
+    for conversation in conversations:
+        if conversation.tokens is not None:
+            yield from _of_tokens(conversation.id, *conversation.tokens, len(finder.tokenizer), train_on, dropped)
+            continue
+        texts = finder.texts(conversation, train_on)
+        if isinstance(texts, str):
+            if not dropped[texts]:
+                shown = "" if conversation.is_private else f": {_shown(conversation)}"
+                logger.warning("a dropped conversation, %s: %s%s", conversation.id, texts, shown)
+            dropped[texts] += 1
+            continue
+        # All numbers are written, so that no two ids are equal.
+        ids = [conversation.id] if len(texts) == 1 else [f"{conversation.id}#{number}" for number in range(len(texts))]
+        written += zip(ids, texts, strict=True)
+    if written:
+        # The template has written the special tokens. `verbose` would warn of long texts, which are cut later.
+        encoded = finder.tokenizer(
+            [text.text for _, text in written], add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        for (id, text), tokens, offsets in zip(written, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            yield id, tokens, _covered(_tensor(offsets), text.spans)
 
 
 def _tensor(offsets: Sequence[Span]) -> Int[torch.Tensor, "seq 2"]:
@@ -135,11 +140,9 @@ def _tensor(offsets: Sequence[Span]) -> Int[torch.Tensor, "seq 2"]:
 
 
 def _of_tokens(
-    conversation: Conversation, vocab_size: int, train_on: str, max_length: int, dropped: Counter[str], lost: list[int]
-) -> Iterator[Example]:
-    """Yield the example of a record that has tokens."""
-    assert conversation.tokens is not None
-    ids, trained = conversation.tokens
+    id: str, ids: Sequence[int], trained: bytes, vocab_size: int, train_on: str, dropped: Counter[str]
+) -> Iterator[Encoded]:
+    """Yield what a record of tokens has."""
     if max(ids, default=0) >= vocab_size:
         dropped[f"token ids outside the tokenizer's {vocab_size} tokens"] += 1
         return
@@ -149,20 +152,7 @@ def _of_tokens(
     elif train_on == "last":  # what is behind the last token that isn't trained before a trained one
         end = trained.rfind(1) + 1
         mask[: trained.rfind(0, 0, end) + 1] = False
-    yield from _cut(conversation.id, ids, mask, max_length, dropped, lost)
-
-
-def _cut(
-    id: str, ids: Sequence[int], mask: Bool[torch.Tensor, " seq"], max_length: int, dropped: Counter[str], lost: list[int]
-) -> Iterator[Example]:
-    """Yield the example of these tokens, cut at `max_length`; nothing if no token of the assistant is left."""
-    if not mask.any():
-        dropped["no token of the assistant"] += 1
-    elif not mask[1:max_length].any():
-        dropped[_no_token_within(max_length)] += 1
-    else:
-        lost.append(max(0, len(ids) - max_length))
-        yield Example(id=id, input_ids=torch.tensor(ids[:max_length]), loss_mask=mask[:max_length].clone())
+    yield id, ids, mask
 
 
 def _covered(offsets: Int[torch.Tensor, "seq 2"], spans: Sequence[Span]) -> Bool[torch.Tensor, " seq"]:

@@ -43,8 +43,12 @@ class Form:
     uses: tuple[str, ...]
     """Further keys that are used."""
     example: str
-    parse: Callable[[Any, Counter[str]], Parsed]
-    """Parse a record, and count notes about it: keys that are not used, and what is left out."""
+    parser: Callable[[Any, Counter[str]], Parsed]
+    """Parses a record that is an object."""
+
+    def parse(self, record: Any, notes: Counter[str]) -> Parsed:
+        """Parse a record, and count notes about it: keys that are not used, and what is left out."""
+        return self.parser(record, notes) if isinstance(record, dict) else NO_OBJECT
 
     def fits(self, record: Any) -> bool:
         """Return whether the record has the keys of this form."""
@@ -115,8 +119,6 @@ def _json(value: Any) -> str:
 
 def _parse_list(key: str, record: Any, notes: Counter[str]) -> Parsed:
     """Parse a record with a list of turns."""
-    if not isinstance(record, dict):
-        return NO_OBJECT
     turns = parse_json(record.get(key))
     if not isinstance(turns, list):
         return f"record without a list {key!r}"
@@ -131,8 +133,6 @@ def _parse_list(key: str, record: Any, notes: Counter[str]) -> Parsed:
 
 def _parse_alpaca(record: Any, notes: Counter[str]) -> Parsed:
     """Parse an instruction with its answer; input, earlier questions and answers, and a system prompt are optional."""
-    if not isinstance(record, dict):
-        return NO_OBJECT
     instruction, context, output = record.get("instruction"), record.get("input") or "", record.get("output")
     if not (isinstance(instruction, str) and isinstance(context, str) and isinstance(output, str)):
         return "record without the texts 'instruction' and 'output'"
@@ -153,8 +153,6 @@ def _is_pair(pair: Any) -> bool:
 
 def _parse_completion(record: Any, notes: Counter[str]) -> Parsed:
     """Parse a prompt with its completion, each a text or a list of turns."""
-    if not isinstance(record, dict):
-        return NO_OBJECT
     turns, own = list[Turn](), set[str]()
     completion_key = "completion" if "completion" in record else "response"
     for key, role in (("prompt", "user"), (completion_key, "assistant")):
@@ -172,8 +170,6 @@ def _parse_completion(record: Any, notes: Counter[str]) -> Parsed:
 
 def _parse_tokens(record: Any, notes: Counter[str]) -> Parsed:
     """Parse token ids with a mask. Tokens that attention doesn't see are padding, and left out."""
-    if not isinstance(record, dict):
-        return NO_OBJECT
     key = next((key for key in MASK_KEYS if record.get(key) is not None), MASK_KEYS[0])
     ids, mask, seen = record.get("input_ids") or [], record.get(key) or [], record.get("attention_mask")
     columns = [ids, mask] if seen is None else [ids, mask, seen]
@@ -195,7 +191,7 @@ def _parse_tokens(record: Any, notes: Counter[str]) -> Parsed:
 
 def _parse_text(record: Any, notes: Counter[str]) -> Parsed:
     """Parse a text, which is cut into pieces later, unless a chat template has written it."""
-    text = first_value(record, TEXT_RECORD_KEYS) if isinstance(record, dict) else None
+    text = first_value(record, TEXT_RECORD_KEYS)
     if not isinstance(text, str):
         return "record without a text 'text' or 'content'"
     if has_surrogate(text):
@@ -206,7 +202,7 @@ def _parse_text(record: Any, notes: Counter[str]) -> Parsed:
 
 def _parse_openai(record: Any, notes: Counter[str]) -> Parsed:
     """Parse a logged chat request with its reply, without what looks private."""
-    chat = chat_of(record, notes) if isinstance(record, dict) else NO_OBJECT
+    chat = chat_of(record, notes)
     if isinstance(chat, str):
         return chat
     own: Counter[str] = Counter()
@@ -225,43 +221,43 @@ FORMS = {
         uses=SHARED_KEYS,
         example='{"request": {"messages": [{"role": "user", "content": TEXT}]}, "response": {"choices": [{"message": '
         '{"role": "assistant", "content": TEXT}}]}}',
-        parse=_parse_openai,
+        parser=_parse_openai,
     ),
     "messages": Form(
         needs=("messages",),
         uses=SHARED_KEYS,
         example='{"messages": [{"role": "user", "content": TEXT}, {"role": "assistant", "content": TEXT}]}',
-        parse=partial(_parse_list, "messages"),
+        parser=partial(_parse_list, "messages"),
     ),
     "sharegpt": Form(
         needs=("conversations",),
         uses=SHARED_KEYS,
         example='{"conversations": [{"from": "human", "value": TEXT}, {"from": "gpt", "value": TEXT}]}',
-        parse=partial(_parse_list, "conversations"),
+        parser=partial(_parse_list, "conversations"),
     ),
     "alpaca": Form(
         needs=("instruction", "output"),
         uses=("input", "history", *SHARED_KEYS),
         example='{"instruction": TEXT, "input": TEXT, "output": TEXT}',
-        parse=_parse_alpaca,
+        parser=_parse_alpaca,
     ),
     "completion": Form(
         needs=("prompt", "completion|response"),
         uses=SHARED_KEYS,
         example='{"prompt": TEXT or turns, "completion": TEXT or turns}',
-        parse=_parse_completion,
+        parser=_parse_completion,
     ),
     "tokens": Form(
         needs=("input_ids", "|".join(MASK_KEYS)),
         uses=ID_KEYS,
         example='{"input_ids": [5, 7, 3], "loss_mask": [0, 1, 1]}',
-        parse=_parse_tokens,
+        parser=_parse_tokens,
     ),
     "text": Form(
         needs=("text|content",),
         uses=ID_KEYS,
         example='{"text": TEXT}',
-        parse=_parse_text,
+        parser=_parse_text,
     ),
 }
 """The forms of records by their name in `data.source`, in the order in which they are tried."""

@@ -1,10 +1,15 @@
-"""Questions that a target wrote itself: which of them can be used. Imports no torch."""
+"""Questions: which of those that a target wrote can be used, and a suite of those in conversations. Imports no torch."""
 
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from random import Random
+from typing import Any
 
+from .conversations import Conversation
 from .sources import OTHER_MARKS, WORD, word_runs
+from .suites import asked_in
+from .traffic import kind_of_request
 
 MIN_WORDS = 3
 """Fewest words of a question."""
@@ -62,3 +67,39 @@ def scripts_of(text: str) -> Counter[str]:
     """Count letters by script, which is the first word of their Unicode names."""
     names = (unicodedata.name(char, "").partition(" ")[0] for char in text if char.isalpha())
     return Counter("EAST ASIAN" if name in EAST_ASIAN else name for name in names)
+
+
+def draw_suite(conversations: Sequence[Conversation], count: int, *, seed: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the records of a suite of `count` prompts, or of fewer if there are fewer, and the number of repeated ones.
+
+    A prompt has the system message, the tools and the user's turns. Of those that nearly repeat each other one is kept.
+    A run that evaluates a suite keeps its prompts out of the training (see `PromptOverlap`), so this is the part of the
+    conversations, such as one's own traffic, that is held back.
+    """
+    shuffled = list(_prompts(conversations))
+    Random(seed).shuffle(shuffled)
+    records, num_repeated = list[dict[str, Any]](), 0
+    while shuffled and len(records) < count:
+        some, shuffled = shuffled[: 4 * count], shuffled[4 * count :]
+        earlier = [_asked(record) for record in records]
+        repeated = near_duplicates([_asked(record) for record in some], earlier)
+        num_repeated += sum(repeated)
+        records += [record for record, is_repeated in zip(some, repeated, strict=True) if not is_repeated]
+    return [{"id": number, **record} for number, record in enumerate(records[:count])], num_repeated
+
+
+def _asked(record: dict[str, Any]) -> str:
+    return "\n".join(record["turns"])
+
+
+def _prompts(conversations: Iterable[Conversation]) -> Iterator[dict[str, Any]]:
+    """Yield the prompts of conversations in which user and assistant take turns."""
+    for conversation in conversations:
+        system, asked = asked_in(conversation) or (None, [])
+        if asked and all(text.strip() for text in asked):
+            yield {
+                "category": kind_of_request(bool(conversation.tools), asked[-1]),
+                **({"system": system} if system else {}),
+                **({"tools": list(conversation.tools)} if conversation.tools else {}),
+                "turns": asked,
+            }

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -30,9 +31,9 @@ TOP_BYTES = 4 + 2
 2^-11."""
 
 
-def label_store(directory: Path) -> ShardStore[ShardEntry, Manifest]:
+def label_store(directory: Path, data_facts: Mapping[str, Any] | None = None) -> ShardStore[ShardEntry, Manifest]:
     """Return the store of the label shards in a folder."""
-    return ShardStore(directory, "shard", ".safetensors", ShardEntry, Manifest)
+    return ShardStore(directory, "shard", ".safetensors", ShardEntry, Manifest, data_facts)
 
 
 def write_shard(directory: Path, index: int, examples: list[DistilledExample]) -> ShardEntry:
@@ -54,7 +55,8 @@ def write_shard(directory: Path, index: int, examples: list[DistilledExample]) -
     stored = [_states_by_name(example) for example in examples]
     assert all(states.keys() == stored[0].keys() for states in stored), "either all examples have a layer's states or none has"
     for name in stored[0]:
-        tensors |= _state_tensors(name, [states[name] for states in stored])
+        together = joined([states[name] for states in stored])
+        tensors |= {name: together.values} | ({} if together.scales is None else {name + SCALES: together.scales})
     tops = [example.top for example in examples if example.top is not None]
     if tops:
         assert len(tops) == len(examples), "either every example of a shard has top tokens or none has"
@@ -94,38 +96,40 @@ def read_shard(directory: Path, entry: ShardEntry, reads: TargetReads | None = N
         ids = json.loads(file.metadata()[METADATA_KEY])["ids"]
         names = file.keys()
         tensors = {name: file.get_tensor(name) for name in names if reads is None or _is_read(name, reads)}
-    stored = {
+    # 2. Cut them into examples.
+    lengths = tensors.pop("offsets").diff().tolist()
+    texts = zip(ids, tensors.pop("input_ids").split(lengths), tensors.pop("loss_mask").split(lengths), strict=True)
+    examples = [Example(id=id, input_ids=input_ids.long(), loss_mask=loss_mask) for id, input_ids, loss_mask in texts]
+    return with_labels(examples, _unpacked(tensors))
+
+
+def with_labels(examples: Sequence[Example], tensors: Mapping[str, torch.Tensor]) -> list[DistilledExample]:
+    """Return examples with their labels and states, which follow each other in tensors with the names of a shard's."""
+    lengths = [len(example.input_ids) for example in examples]
+    parts = {name: values.split(lengths) for name, values in tensors.items()}
+    return [
+        _with_labels(example, {name: values[row] for name, values in parts.items()}) for row, example in enumerate(examples)
+    ]
+
+
+def _with_labels(example: Example, tensors: Mapping[str, torch.Tensor]) -> DistilledExample:
+    states = {
         name: StoredStates(values=values, scales=tensors.get(name + SCALES))
         for name, values in tensors.items()
         if name == "hidden_states" or (name.startswith(LAYER) and not name.endswith(SCALES))
     }
-    # 2. Cut them into examples.
-    top = _unpack_top(tensors)
-    examples = []
-    offsets = tensors["offsets"].tolist()
-    for id, start, end in zip(ids, offsets[:-1], offsets[1:], strict=True):
-        states = {name: layer_states.tokens(start, end) for name, layer_states in stored.items()}
-        example = Example(id=id, input_ids=tensors["input_ids"][start:end].long(), loss_mask=tensors["loss_mask"][start:end])
-        examples.append(
-            DistilledExample(
-                example=example,
-                continuations=tensors["continuations"][start:end].long(),
-                hidden_states=states.pop("hidden_states", None),
-                layers={int(name.removeprefix(LAYER)): layer_states for name, layer_states in states.items()},
-                top=None if top is None else TopTokens(tokens=top.tokens[start:end], log_probs=top.log_probs[start:end]),
-            )
-        )
-    return examples
+    return DistilledExample(
+        example=example,
+        continuations=tensors["continuations"].long(),
+        hidden_states=states.pop("hidden_states", None),
+        layers={int(name.removeprefix(LAYER)): layer_states for name, layer_states in states.items()},
+        top=TopTokens(tokens=tensors["top_tokens"], log_probs=tensors["top_log_probs"]) if "top_tokens" in tensors else None,
+    )
 
 
 def _states_by_name(example: DistilledExample) -> dict[str, StoredStates]:
     named = {} if example.hidden_states is None else {"hidden_states": example.hidden_states}
     return named | {f"{LAYER}{number}": states for number, states in example.layers.items()}
-
-
-def _state_tensors(name: str, states: Sequence[StoredStates]) -> dict[str, torch.Tensor]:
-    together = joined(states)
-    return {name: together.values} | ({} if together.scales is None else {name + SCALES: together.scales})
 
 
 def _top_tensors(tops: Sequence[TopTokens]) -> dict[str, torch.Tensor]:
@@ -140,14 +144,15 @@ def _top_tensors(tops: Sequence[TopTokens]) -> dict[str, torch.Tensor]:
     }
 
 
-def _unpack_top(tensors: Mapping[str, torch.Tensor]) -> TopTokens | None:
+def _unpacked(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return a shard's tensors with top tokens, if there are any, for all tokens."""
     if "top_mask" not in tensors:
-        return None
+        return tensors
     mask, packed = tensors["top_mask"], tensors["top_tokens"]
     tokens = torch.full((len(mask), packed.shape[1]), UNKNOWN, dtype=torch.int32)
     log_probs = torch.full(tokens.shape, -math.inf, dtype=torch.float16)
     tokens[mask], log_probs[mask] = packed, tensors["top_log_probs"]
-    return TopTokens(tokens=tokens, log_probs=log_probs)
+    return {**tensors, "top_tokens": tokens, "top_log_probs": log_probs}
 
 
 def _is_read(name: str, reads: TargetReads) -> bool:

@@ -32,13 +32,6 @@ class StoredStates:
     def __post_init__(self) -> None:
         assert self.scales is None or self.scales.shape == self.values.shape[:1], "each token has a scale"
 
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def tokens(self, start: int, stop: int) -> "StoredStates":
-        """Return the states of a range of tokens, in the same memory."""
-        return StoredStates(values=self.values[start:stop], scales=None if self.scales is None else self.scales[start:stop])
-
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "StoredStates":
         """Return the states with `move` applied to the tensors, which copies them elsewhere."""
         return StoredStates(values=move(self.values), scales=None if self.scales is None else move(self.scales))

@@ -48,13 +48,17 @@ REMEDY = "Set output_dir to another folder, or delete {} to start again"
 
 @dataclass(frozen=True, slots=True)
 class ShardStore(Generic[Entry, M]):
-    """Store of the shards in `directory`, with the dataclasses of sidecars and manifest."""
+    """Store of the shards in `directory`, with the dataclasses of sidecars and manifest.
+
+    With `data_facts` (see `describe_data`) an error about other data names the options that changed.
+    """
 
     directory: Path
     stem: str
     suffix: str
     entry: type[Entry]
     manifest: type[M]
+    data_facts: Mapping[str, Any] | None = None
 
     @property
     def is_begun(self) -> bool:
@@ -73,15 +77,12 @@ class ShardStore(Generic[Entry, M]):
         return read_dataclass(self.manifest, path)
 
     def save(self, manifest: M) -> None:
-        """Write the manifest, after removing partial files of killed processes."""
+        """Write the manifest, after removing partial files of killed processes, and the facts of the data, once."""
         for path in self.directory.glob(f".*{TEMPORARY}"):
             path.unlink()
+        if self.data_facts is not None and not (self.directory / FACTS_FILE).exists():
+            write_json(self.directory / FACTS_FILE, self.data_facts)
         write_json(self.directory / MANIFEST_FILE, asdict(manifest))
-
-    def save_data_facts(self, facts: Mapping[str, Any]) -> None:
-        """Write the options and digests of the data (`data_facts`), unless the folder has them."""
-        if not (self.directory / FACTS_FILE).exists():
-            write_json(self.directory / FACTS_FILE, facts)
 
     def write(self, index: int, data: bytes, **facts: Any) -> Entry:
         """Write a shard, then its sidecar, atomically; `facts` are the entry's other fields."""
@@ -146,12 +147,8 @@ class ShardStore(Generic[Entry, M]):
             return False
         return self.entries(num_shards) == manifest.shards
 
-    def require_same(self, manifest: M, data_facts: Mapping[str, Any] | None = None) -> None:
-        """Raise ValueError, with every difference, if the folder's shards are of another run.
-
-        `manifest` is today's run. With `data_facts` (see `describe_data`), other data are named by the
-        options that changed.
-        """
+    def require_same(self, manifest: M) -> None:
+        """Raise ValueError, with every difference, if the folder's shards are of another run than today's `manifest`."""
         if not self.is_begun:
             if any(self.directory.glob(f"{self.stem}-*")):
                 remedy = REMEDY.format(self.directory)
@@ -163,10 +160,10 @@ class ShardStore(Generic[Entry, M]):
             changes["plan_sha256"] += ", which is the same data in shards of another size: restore distill.shard_examples"
         if not changes.keys().isdisjoint(DIGESTS):
             changes |= differences(_names(earlier.target), _names(manifest.target))
-        if "data_sha256" in changes and data_facts is not None:
+        if "data_sha256" in changes and self.data_facts is not None:
             changes.pop("plan_sha256", None)  # it follows the data
             path = self.directory / FACTS_FILE
-            changes |= data_changes(read_json(path) if path.exists() else {}, data_facts)
+            changes |= data_changes(read_json(path) if path.exists() else {}, self.data_facts)
             del changes["data_sha256"]
             changes = {name: text for name, text in changes.items() if f"data.{name}" not in changes}
         if changes:

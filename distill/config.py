@@ -1,7 +1,7 @@
 """Configuration of a distillation."""
 
 from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
@@ -10,9 +10,6 @@ from ..data.config import FEATURES, STATE_DTYPES
 from ..data.fields import OPTIONS, NonNegativeInt, PositiveInt, Seed, Share, SmallCount, different, one_of, raise_problems
 from ..data.paths import repeated_names, split_name
 from ..data.servers import NO_ADDRESS, is_address
-
-if TYPE_CHECKING:
-    from ..models.decoding.sampling import Sampling
 
 REGENERATION_OPTIONS = (
     *("temperature", "top_k", "top_p", "max_new_tokens", "decode_batch_size", "drafter", "drafter_settings"),
@@ -120,14 +117,6 @@ class DistillConfig:
         raise_problems(self._features_problems() + self._engine_problems() + self._server_problems() + self._idle_problems())
 
     @property
-    def sampling(self) -> "Sampling":
-        """Sampling options of regenerated answers."""
-        # Imports torch, which composing a recipe doesn't need.
-        from ..models.decoding.sampling import Sampling
-
-        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
-
-    @property
     def is_served(self) -> bool:
         """Whether another program regenerates."""
         return self.engine in SERVERS
@@ -142,13 +131,8 @@ class DistillConfig:
         """Whether answers and labels are both the target's greedy ones, and so should agree."""
         return self.engine is not None and self.temperature == 0 and self.label_temperature == 0
 
-    @property
-    def last_hidden(self) -> bool:
-        """Whether the target's last hidden states are stored."""
-        return self.features == "last_hidden"
-
     def _features_problems(self) -> list[str]:
-        if self.features_dtype != "bfloat16" and not self.last_hidden and not self.feature_layers:
+        if self.features_dtype != "bfloat16" and self.features == "none" and not self.feature_layers:
             stored = f"features_dtype is {self.features_dtype}, and nothing is stored in it"
             return [f"{stored}; set features or feature_layers too"]
         return []

@@ -55,7 +55,6 @@ def run_shards(
     make: Callable[[Mapping[int, Sequence[Item]], tqdm], None],
     finish: Callable[[list[PlannedShard]], None],
     unit: str,
-    data_facts: Mapping[str, Any],
 ) -> M:
     """Compute the missing shards, divided among processes, and return the complete manifest.
 
@@ -65,10 +64,21 @@ def run_shards(
 
     Raises ValueError before any work if the folder holds another run's shards, or a damaged shard.
     """
-    # 1. Check the existing shards, and list the missing ones.
-    pending = begin_shards(store, manifest, plan, accelerator, data_facts)
-    # 2. Deal the missing shards, and compute them.
-    indices = deal(pending, worker)
+    # 1. Each process checks a part of the existing shards. All processes list the missing shards before any
+    # process writes.
+    store.require_same(manifest)
+    for index in range(accelerator.process_index, len(plan), accelerator.num_processes):
+        if entry := store.read_entry(index):
+            store.verify(entry)
+    accelerator.wait_for_everyone()
+    pending = [index for index in range(len(plan)) if not store.is_written(index)]
+    accelerator.wait_for_everyone()
+    # 2. A manifest without shards marks the folder as this run's. A complete folder keeps its manifest.
+    if accelerator.is_main_process and not store.is_complete(len(plan)):
+        store.save(manifest)
+    accelerator.wait_for_everyone()
+    # 3. Deal the missing shards like cards, and compute them: of 3 4 7 9 11 the first of two workers gets 3 7 11.
+    indices = pending[worker.index :: worker.num_workers]
     if 0 < len(pending) < len(plan):
         logger.info("%d of %d shards are finished; the others are computed now", len(plan) - len(pending), len(plan))
     finished = sum(map(num_units, plan)) - sum(num_units(plan[index]) for index in pending)
@@ -79,7 +89,7 @@ def run_shards(
         if indices:
             make({index: plan[index] for index in indices}, progress)
         accelerator.wait_for_everyone()
-    # 3. Write the statistics, then the complete manifest.
+    # 4. Write the statistics, then the complete manifest.
     if accelerator.is_main_process:
         if store.is_complete(len(plan)):
             logger.info("%s is already complete: %d shards, nothing to do", store.directory, len(plan))
@@ -90,41 +100,6 @@ def run_shards(
             store.save(replace(manifest, shards=entries, complete=True))
     accelerator.wait_for_everyone()
     return store.load()
-
-
-def begin_shards(
-    store: ShardStore[PlannedShard, M],
-    manifest: M,
-    plan: Sequence[Sequence[Item]],
-    accelerator: Accelerator,
-    data_facts: Mapping[str, Any],
-) -> list[int]:
-    """Mark the folder as this run's, and return the missing shards. Errors as in `run_shards`."""
-    # 1. Each process checks a part of the existing shards. All processes list the missing shards
-    # before any process writes.
-    store.require_same(manifest, data_facts)
-    for index in range(accelerator.process_index, len(plan), accelerator.num_processes):
-        if entry := store.read_entry(index):
-            store.verify(entry)
-    accelerator.wait_for_everyone()
-    pending = [index for index in range(len(plan)) if not store.is_written(index)]
-    accelerator.wait_for_everyone()
-    # 2. A manifest without shards marks the folder as this run's. A complete folder keeps its
-    # manifest.
-    if accelerator.is_main_process:
-        store.save_data_facts(data_facts)
-        if not store.is_complete(len(plan)):
-            store.save(manifest)
-    accelerator.wait_for_everyone()
-    return pending
-
-
-def deal(indices: Sequence[int], worker: Worker) -> Sequence[int]:
-    """Return a worker's shards, dealt like cards.
-
-    Of 3 4 7 9 11 the first of two workers gets 3 7 11, the other one 4 9.
-    """
-    return indices[worker.index :: worker.num_workers]
 
 
 def total(kind: type[T], parts: Collection[T]) -> T:

@@ -31,9 +31,6 @@ from ..models.llm.tensor_parallel import turns
 from ..models.llm.tree_attention import has_only_attention
 from .config import TrainConfig
 
-# Any token works: the attention mask hides the padding.
-PAD_ID = 0
-
 TextLocation = tuple[int, int]
 """Location of a text: its shard, and its row there."""
 
@@ -171,7 +168,6 @@ def collated(
         max_positions=config.max_positions,
         generator=generator,
         labels=config.labels,
-        pad_id=PAD_ID,
         reads=reads,
         packing=config.packing,
     )
@@ -236,29 +232,21 @@ def states_of_texts(
     """
     if not last and not layers:
         return None, None
-    shape = batch.input_ids.shape
-    inputs = _inputs(batch)
+    # Rows of one text need no mask: under causal attention no token sees the padding on its right. With a mask,
+    # attention would not use its fastest kernels, and the host would wait to check whether the mask hides anything.
+    # Packed texts in a row are separated by their positions, which start again at 0: transformers computes the block
+    # mask from them.
+    inputs: dict[str, Any] = {"input_ids": batch.input_ids}
+    if batch.starts is not None:
+        inputs["position_ids"] = batch.position_ids
     states, features = None, None
     for is_local, texts in turns(inputs, target.device) if target.tensor_parallel else [(True, inputs)]:
         if "position_ids" not in texts and has_only_attention(target.model):
             texts = {**texts, "past_key_values": PassingCache()}
         outputs = target.read_texts(layers, **texts) if last else (None, target.layer_inputs(layers, **texts))
         if is_local:
-            states, features = (None if output is None else output.reshape(*shape, -1) for output in outputs)
+            states, features = (None if output is None else output.reshape(*batch.input_ids.shape, -1) for output in outputs)
     return states, features
-
-
-def _inputs(batch: DrafterBatch) -> dict[str, Any]:
-    """Return the tensors that the model reads.
-
-    Rows of one text need no mask: under causal attention no token sees the padding on its right.
-    With a mask, attention would not use its fastest kernels, and the host would wait to check
-    whether the mask hides anything. Packed texts in a row are separated by their positions, which
-    start again at 0: transformers computes the block mask from them.
-    """
-    if batch.starts is None:
-        return {"input_ids": batch.input_ids}
-    return {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
 
 
 class PassingCache(DynamicCache):

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, recursively_apply
 from torch import nn
 
 from ..data.behind import Behind
@@ -72,35 +72,15 @@ class Marker:
     """Digest of the other fields (`sha256_json`)."""
 
 
-class HostCopy:
-    """Copies nested values to the host. Each call overwrites the tensors of the call before.
+def host_copy(values: Any) -> Any:
+    """Copy the tensors in nested values to the host. Waits for the device.
 
-    The memory is reused, because new memory costs page faults, and pinned memory (for tensors on
-    CUDA), which is much faster to fill, takes long to allocate.
+    From a GPU they go to pinned memory, which is much faster to fill, and which torch keeps for the next copy.
     """
-
-    def __init__(self) -> None:
-        self._memory: dict[str, torch.Tensor] = {}
-
-    def __call__(self, value: Any, path: str = "") -> Any:
-        """Copy dictionaries, lists, tuples and tensors; return other values as they are.
-
-        Waits for the device.
-        """
-        if isinstance(value, torch.Tensor):
-            return self._buffer(path, value).copy_(value.detach())
-        if isinstance(value, Mapping):
-            return {key: self(item, f"{path}/{key}") for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(self(item, f"{path}/{index}") for index, item in enumerate(value))
-        return value
-
-    def _buffer(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
-        buffer = self._memory.get(path)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._memory[path] = buffer
-        return buffer
+    copies = recursively_apply(lambda tensor: tensor.detach().to("cpu", non_blocking=tensor.is_cuda, copy=True), values)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return copies
 
 
 class Checkpoints(Behind):
@@ -127,7 +107,6 @@ class Checkpoints(Behind):
         self._model = model
         self._optimizer = optimizer
         self._keep = keep
-        self._copy = HostCopy()
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Save the checkpoint of a step: weights, optimizer, random numbers, and `state`.
@@ -150,7 +129,7 @@ class Checkpoints(Behind):
         if self._accelerator.is_main_process:
             model: nn.Module = self._accelerator.unwrap_model(self._model)
             content = {"model": model.state_dict(), "optimizer": self._optimizer.state_dict(), "generators": generators}
-            self._last = self._pool.submit(self._write, step, self._copy(content), marker)
+            self._last = self._pool.submit(self._write, step, host_copy(content), marker)
 
     def finish(self) -> None:
         """Wait for the last write. Raises OSError where it failed."""
@@ -192,8 +171,13 @@ class Checkpoints(Behind):
         numbers are not restored. Raises ValueError for a checkpoint that is damaged, or that this
         launch can't read.
         """
-        marker = read_marker(checkpoint)
-        _require_readable(checkpoint, marker, self._accelerator)
+        marker, num_processes = read_marker(checkpoint), self._accelerator.num_processes
+        if marker.sharded_by is not None and marker.num_processes != num_processes:  # `is_trained` compares the kind
+            raise ValueError(
+                f"the checkpoint {checkpoint} is in {marker.num_processes} parts by {marker.sharded_by}, and there are "
+                f"{num_processes} processes now. Launch as many processes as before; only a run that isn't sharded can "
+                "resume with another number"
+            )
         require_unchanged(checkpoint, marker, self._accelerator)
         try:
             if marker.sharded_by is not None:
@@ -203,7 +187,7 @@ class Checkpoints(Behind):
             model: nn.Module = self._accelerator.unwrap_model(self._model)
             model.load_state_dict(content["model"])
             self._optimizer.load_state_dict(content["optimizer"])
-            if marker.num_processes == self._accelerator.num_processes:
+            if marker.num_processes == num_processes:
                 mine = content["generators"][self._accelerator.process_index]
                 set_random_state(mine, self._accelerator.device)
         except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
@@ -227,16 +211,6 @@ def _damaged(checkpoint: Path, reason: object) -> ValueError:
         f"the checkpoint {checkpoint} is damaged ({reason}); delete it, and the same command resumes from the one before, or "
         "starts again"
     )
-
-
-def _require_readable(checkpoint: Path, marker: Marker, accelerator: Accelerator) -> None:
-    """Raise ValueError for a checkpoint that this launch can't load; `is_trained` compares the kind of sharding."""
-    if marker.sharded_by is not None and marker.num_processes != accelerator.num_processes:
-        raise ValueError(
-            f"the checkpoint {checkpoint} is in {marker.num_processes} parts by {marker.sharded_by}, and there are "
-            f"{accelerator.num_processes} processes now. Launch as many processes as before; only a run that isn't sharded can "
-            "resume with another number"
-        )
 
 
 def read_marker(checkpoint: Path) -> Marker:

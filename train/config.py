@@ -195,6 +195,22 @@ class Division:
         )
 
 
+def for_launch(config: TrainConfig, num_processes: int, *, sharded_by: str | None, tensor_parallel: bool) -> TrainConfig:
+    """Return the options of a training in such a launch: those of `with_accumulation`, with its errors.
+
+    `sharded_by` is the kind of `sharding`. Raises ValueError for a low-rank change whose state would be split, and for
+    fewer held-out texts than processes that measure with them.
+    """
+    if config.lora_rank is not None and sharded_by is not None:
+        raise ValueError(
+            f"train.lora_rank is set, and the launch splits the training's state by {sharded_by}; a low-rank change is small: "
+            "use a launch that doesn't (conf/launch/one_node), or leave train.lora_rank out"
+        )
+    if 0 < (num_texts := config.validation_texts) < num_processes and not tensor_parallel:
+        raise ValueError(f"train.validation_texts is {num_texts}, fewer than the {num_processes} processes; raise it")
+    return with_accumulation(config, num_processes)
+
+
 def with_accumulation(config: TrainConfig, num_processes: int) -> TrainConfig:
     """Return the options with the `gradient_accumulation` that `global_batch_size` asks for.
 

@@ -2,10 +2,10 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from ..data.device import to_device
@@ -16,7 +16,7 @@ from .checkpoint import latest_checkpoint, remove_incomplete
 from .config import Division
 from .metrics import LOSS_FIELDS, add_losses, summarize
 from .parallel import backward, finish_step, make_anchor, micro_batch, tensor_float32
-from .processes import Sigterm, StepPatience
+from .processes import Sigterm, shorten_patience
 from .records import Tracker, progress_bar, show
 from .results import steps_of
 from .setup import Training
@@ -33,8 +33,8 @@ def fit(training: Training, *, start: int) -> None:
     tracker = Tracker(training.output_dir, config, training.run, step=start, active=accelerator.is_main_process)
     bar = progress_bar(config.steps, start=start, active=accelerator.is_main_process)
     peaked = training.best.has_peaked(config.patience)
-    patience, sigterm = StepPatience(accelerator), Sigterm(accelerator, step=start)
-    with patience, sigterm, training.checkpoints, tracker, bar:
+    sigterm = Sigterm(accelerator, step=start)
+    with ExitStack() as stack, sigterm, training.checkpoints, tracker, bar:
         for step in range(start, start if peaked else config.steps):
             # 1. Forward and backward of each micro-batch.
             loss, seen = _accumulate_gradients(training, training.stream.batches(step))
@@ -42,13 +42,14 @@ def fit(training: Training, *, start: int) -> None:
             grad_norm = finish_step(accelerator, training.model, training.optimizer, config.max_grad_norm)
             learning_rate = training.scheduler.get_last_lr()[0]
             training.scheduler.step()
-            patience.shorten()
             meter.add_step(step, loss, grad_norm, seen)
 
             # 3. Records, measurement and checkpoint, where they are due.
             done = step + 1
             bar.update()
-            if step == start:  # the bar has a loss from its first step on
+            if step == start:
+                shorten_patience(accelerator, stack)
+                # The bar has a loss from its first step on.
                 show(bar, summarize(loss), training.best.latest)
             measure = is_measured(training, done)
             log = done % config.log_every == 0 or done == config.steps or measure
@@ -92,7 +93,8 @@ def _accumulate_gradients(training: Training, batches: Sequence[DrafterBatch]) -
             scale = accelerator.num_processes / num_labels[: len(loss.sums)].sum().clamp(min=1)
             backward(accelerator, model, loss.sums.sum() * scale)
         total = add_losses(total, loss)
-    return _sum_over_processes(total, accelerator), seen
+    assert total is not None, "a step has at least one micro-batch"
+    return Loss(**accelerator.reduce({name: getattr(total, name) for name in LOSS_FIELDS}, "sum")), seen
 
 
 def _count(batches: Sequence[DrafterBatch], device: torch.device) -> list[torch.Tensor]:
@@ -100,11 +102,6 @@ def _count(batches: Sequence[DrafterBatch], device: torch.device) -> list[torch.
     labels = torch.stack([label_counts(batch) for batch in batches]).sum(0)
     seen = torch.stack([torch.stack([batch.positions.sum(), batch.attention_mask.sum()]) for batch in batches]).sum(0)
     return [to_device(counts, device) for counts in (labels, seen)]
-
-
-def _sum_over_processes(loss: Loss | None, accelerator: Accelerator) -> Loss:
-    assert loss is not None, "a step has at least one micro-batch"
-    return Loss(**accelerator.reduce({name: getattr(loss, name) for name in LOSS_FIELDS}, "sum"))
 
 
 def is_measured(training: Training, done: int) -> bool:

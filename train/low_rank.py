@@ -10,15 +10,6 @@ from torch import nn
 from ..models.drafters.saved.low_rank import has_factors
 
 
-def require_whole_weights(lora_rank: int | None, kind: str | None) -> None:
-    """Raise ValueError for a low-rank change in a launch that splits the training's state by a `kind` of `sharding`."""
-    if lora_rank is not None and kind is not None:
-        raise ValueError(
-            f"train.lora_rank is set, and the launch splits the training's state by {kind}; a low-rank change is small: use "
-            "a launch that doesn't (conf/launch/one_node), or leave train.lora_rank out"
-        )
-
-
 class LowRankAdamW(torch.optim.AdamW):
     """AdamW over the factors of each matrix's change.
 

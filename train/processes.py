@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import ExitStack
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
@@ -60,35 +61,17 @@ def require_supported_launch(accelerator: Accelerator) -> None:
         raise ValueError(f"training in mixed precision {accelerator.mixed_precision!r} isn't supported; use bf16 or no")
 
 
-class StepPatience:
-    """Time limit for processes that wait for each other: STEP_PATIENCE.
+def shorten_patience(accelerator: Accelerator, training: ExitStack) -> None:
+    """Limit the time in which processes wait for each other to STEP_PATIENCE, until the stack ends.
 
-    A longer wait ends the training. A context manager. Before the first step and after the block
-    the limit is PATIENCE, because compiling and other stages take longer. DeepSpeed's own groups
-    keep PATIENCE, but every step counts its labels in the default group.
+    A longer wait ends the training. All processes call it after their first step: before it and after
+    the training the limit is PATIENCE, because compiling and other stages take longer. DeepSpeed's own
+    groups keep PATIENCE, but every step counts its labels in the default group.
     """
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._is_short = False
-
-    def __enter__(self) -> "StepPatience":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_short:
-            _limit_collectives(PATIENCE)
-
-    def shorten(self) -> None:
-        """Set the limit to STEP_PATIENCE.
-
-        All processes call it after every step; only the first call acts.
-        """
-        if self._is_short or self._accelerator.num_processes == 1:
-            return
-        self._accelerator.wait_for_everyone()  # none may still be in its first step
+    if accelerator.num_processes > 1:
+        accelerator.wait_for_everyone()  # none may still be in its first step
         _limit_collectives(STEP_PATIENCE)
-        self._is_short = True
+        training.callback(_limit_collectives, PATIENCE)
 
 
 def _limit_collectives(limit: timedelta) -> None:

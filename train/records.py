@@ -52,7 +52,7 @@ class Tracker:
         if self._path is None:
             return
         for name in _names(config):
-            self._trackers[name] = START[name](output_dir, config, run_config, step)
+            self._trackers[name] = START[name](output_dir, run_config, step)
         kept = [record for record in read_records(self._path) if record["step"] <= step]
         atomic_write_text(self._path, "".join(_line(record) for record in kept))
 
@@ -145,7 +145,7 @@ def _scalars(record: dict[str, Any]) -> dict[str, int | float]:
     return {name: value for name, value in scalars.items() if value is not None}
 
 
-def _start_wandb(output_dir: Path, config: TrainConfig, run_config: dict[str, Any], step: int) -> WandBTracker:
+def _start_wandb(output_dir: Path, run_config: dict[str, Any], step: int) -> WandBTracker:
     """Start a run at Weights & Biases, the same one after a resume.
 
     Raises ValueError if it can't start.
@@ -186,7 +186,7 @@ class _EventFiles(TensorBoardTracker):
             raise
 
 
-def _start_tensorboard(output_dir: Path, config: TrainConfig, run_config: dict[str, Any], step: int) -> TensorBoardTracker:
+def _start_tensorboard(output_dir: Path, run_config: dict[str, Any], step: int) -> TensorBoardTracker:
     """Open event files in the run's folder. A resume adds a file, which hides the repeated steps."""
     tracker = _EventFiles(TENSORBOARD_DIR, output_dir, purge_step=step + 1)
     tracker.start()
@@ -195,7 +195,7 @@ def _start_tensorboard(output_dir: Path, config: TrainConfig, run_config: dict[s
     return tracker
 
 
-START: dict[str, Callable[[Path, TrainConfig, dict[str, Any], int], GeneralTracker]] = {
+START: dict[str, Callable[[Path, dict[str, Any], int], GeneralTracker]] = {
     "wandb": _start_wandb,
     "tensorboard": _start_tensorboard,
 }

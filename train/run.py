@@ -12,15 +12,13 @@ from ..data.shards import label_store, verify_shards
 from ..models.drafters.registry import DrafterSpec
 from ..models.llm.hf_target import HFTarget
 from ..models.machine import hardware
-from .config import TrainConfig, with_accumulation
+from .config import TrainConfig, for_launch
 from .loop import fit, resume
-from .low_rank import require_whole_weights
 from .parallel import sharding
 from .processes import require_supported_launch
 from .records import require_tracker
 from .results import describe_run, is_trained, save_results, take_over_options
 from .setup import set_up
-from .validation import require_texts_for_all
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +44,9 @@ def train(
     # 1. Checks, before any file changes.
     require_supported_launch(accelerator)
     require_tracker(config)
-    require_whole_weights(config.lora_rank, sharding(accelerator))
-    require_texts_for_all(config.validation_texts, accelerator.num_processes, tensor_parallel=target.tensor_parallel)
-    config = with_accumulation(config, accelerator.num_processes)
+    config = for_launch(
+        config, accelerator.num_processes, sharded_by=sharding(accelerator), tensor_parallel=target.tensor_parallel
+    )
     manifest = label_store(shards_dir).load()
     manifest.require_target(target.identity)
     run = describe_run(config, spec, manifest, accelerator)

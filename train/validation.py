@@ -8,7 +8,8 @@ assumes a chain, though the drafter proposes a tree.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,17 +29,11 @@ from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.objective import Loss, Objective
 from ..models.llm.hf_target import HFTarget
 from ..models.llm.tensor_parallel import Worker
-from .batches import PAD_ID, TextLocation, derived_seed, target_reads, with_hidden_states
+from .batches import TextLocation, derived_seed, target_reads, with_hidden_states
 from .metrics import LOSS_FIELDS, add_losses, summarize
 
 SHARDS_READ = 4
 """Least number of shards from which held-out texts are taken."""
-
-
-def require_texts_for_all(num_texts: int, num_processes: int, *, tensor_parallel: bool) -> None:
-    """Raise ValueError if there are held-out texts, and fewer than processes that measure with them."""
-    if 0 < num_texts < num_processes and not tensor_parallel:
-        raise ValueError(f"train.validation_texts is {num_texts}, fewer than the {num_processes} processes; raise it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,34 +86,31 @@ def hold_out(shards_dir: Path, manifest: Manifest, count: int, *, seed: int, max
     )
 
 
+@dataclass(frozen=True)
 class Validator:
     """Measurement of a drafter on held-out prompts, each process on its share.
 
     It is deterministic.
     """
 
-    def __init__(
-        self,
-        held_out: Sequence[HeldOut],
-        *,
-        target: HFTarget,
-        objective: Objective,
-        horizon: int,
-        max_new_tokens: int,
-        batch_size: int,
-        accelerator: Accelerator,
-    ) -> None:
-        self._worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel)
-        assert len(held_out) >= self._worker.num_workers, "`require_texts_for_all` has checked it"
-        self._prompts = [text.prompt.to(target.device) for text in held_out]
-        self._mine = range(self._worker.index, len(held_out), self._worker.num_workers)
-        self._target = target
-        self._objective = replace(objective, teacher="full")  # nothing is stored for the target's own answers
-        self._horizon = horizon
-        self._max_new_tokens = max_new_tokens
-        self._batch_size = batch_size
-        self._accelerator = accelerator
-        self._answers: dict[int, list[int]] = {}  # by plain decoding, at the first call
+    held_out: Sequence[HeldOut]
+    _: KW_ONLY
+    target: HFTarget
+    objective: Objective
+    horizon: int
+    max_new_tokens: int
+    batch_size: int
+    accelerator: Accelerator
+    _answers: dict[int, list[int]] = field(default_factory=dict, init=False)
+    """Answers by plain decoding, from the first call on."""
+
+    @cached_property
+    def _worker(self) -> Worker:
+        return Worker.of(self.accelerator, tensor_parallel=self.target.tensor_parallel)
+
+    @cached_property
+    def _mine(self) -> range:
+        return range(self._worker.index, len(self.held_out), self._worker.num_workers)
 
     def __call__(self, drafter: TrainableDrafter) -> dict[str, Any]:
         """Measure the loss over all processes, calibrate the drafter with it, and decode. Returns a record.
@@ -130,16 +122,16 @@ class Validator:
         drafter.eval()
         try:
             if not self._answers:
-                self._answers, _ = self._decode(NullDrafter())
+                self._answers.update(self._decode(NullDrafter())[0])
             loss = self._loss(drafter)
             drafter.calibrate(loss)
             answers, num_steps = self._decode(drafter)
         finally:
             drafter.train(was_training)
-            self._target.release_cache()
+            self.target.release_cache()
         num_tokens = sum(len(answer) - 1 for answer in answers.values())  # the first token is of the prefill
-        counts = torch.tensor([num_tokens, num_steps], device=self._target.device) * self._worker.speaks
-        num_tokens, num_steps = self._accelerator.reduce(counts, "sum").tolist()
+        counts = torch.tensor([num_tokens, num_steps], device=self.target.device) * self._worker.speaks
+        num_tokens, num_steps = self.accelerator.reduce(counts, "sum").tolist()
         means = summarize(loss)
         return {
             "validation_tokens_per_step": num_tokens / num_steps if num_steps else None,
@@ -151,15 +143,15 @@ class Validator:
         """Return the answers to this process's prompts, and the verify steps of all rows."""
         answers: dict[int, list[int]] = {row: [] for row in self._mine}
         num_steps = 0
-        for start in range(0, len(self._mine), self._batch_size):
-            rows = self._mine[start : start + self._batch_size]
+        for start in range(0, len(self._mine), self.batch_size):
+            rows = self._mine[start : start + self.batch_size]
             for step in generate(
-                self._target,
+                self.target,
                 drafter,
                 GreedyAcceptance(),
-                [self._prompts[row] for row in rows],
-                max_new_tokens=self._max_new_tokens,
-                stop_ids=self._target.stop_ids,
+                [self.held_out[row].prompt.to(self.target.device) for row in rows],
+                max_new_tokens=self.max_new_tokens,
+                stop_ids=self.target.stop_ids,
             ):
                 for row, tokens in zip(step.rows, step.tokens, strict=True):
                     answers[rows[row]] += tokens
@@ -170,14 +162,15 @@ class Validator:
     def _loss(self, drafter: TrainableDrafter) -> Loss:
         """Return the sums of the objective over all processes."""
         total: Loss | None = None
-        reads = target_reads(drafter, self._objective)
-        for start in range(0, len(self._mine), self._batch_size):
-            batch = self._batch(self._mine[start : start + self._batch_size])
-            loss = drafter.loss(with_hidden_states(batch, self._target, reads), self._objective)
+        objective = replace(self.objective, teacher="full")  # nothing is stored for the target's own answers
+        reads = target_reads(drafter, objective)
+        for start in range(0, len(self._mine), self.batch_size):
+            batch = self._batch(self._mine[start : start + self.batch_size])
+            loss = drafter.loss(with_hidden_states(batch, self.target, reads), objective)
             total = add_losses(total, loss)
         assert total is not None, "every process has a prompt"
         sums = {name: getattr(total, name) * self._worker.speaks for name in LOSS_FIELDS}
-        return Loss(**self._accelerator.reduce(sums, "sum"))
+        return Loss(**self.accelerator.reduce(sums, "sum"))
 
     def _batch(self, rows: Sequence[int]) -> DrafterBatch:
         """Build a batch of prompts and answers.
@@ -186,12 +179,12 @@ class Validator:
         """
         examples = []
         for row in rows:
-            prompt = self._prompts[row].cpu()
+            prompt = self.held_out[row].prompt
             input_ids = torch.cat([prompt, torch.tensor(self._answers[row])])
             example = Example(
                 id=f"validation-{row}", input_ids=input_ids, loss_mask=torch.arange(len(input_ids)) >= len(prompt)
             )
-            continuations = text_continuations(example.input_ids, example.loss_mask, self._horizon)
+            continuations = text_continuations(example.input_ids, example.loss_mask, self.horizon)
             examples.append(DistilledExample(example=example, continuations=continuations))
         # All positions are used, so no random number is drawn.
-        return collate(examples, max_positions=None, generator=torch.Generator(), labels="distilled", pad_id=PAD_ID)
+        return collate(examples, max_positions=None, generator=torch.Generator(), labels="distilled")

@@ -34,8 +34,7 @@ from ...models.llm.tree_attention import attention_kinds
 from ...models.machine import is_for_users
 from .branch_attention import BYPASSED, REMEDY, BranchCache, branch_attention, require_plain_scores
 from .features import TextFeatures
-from .next_tokens import greedy, logit_chunks, next_tokens
-from .sampled_labels import SampledLabels
+from .next_tokens import SampledLabels, greedy, logit_chunks, next_tokens
 
 # Largest relative errors of hidden states that rounding explains: in types of at least float32's
 # precision, and in narrower types.
@@ -93,19 +92,21 @@ def label_continuations(
     device.
     """
     # 1. Prefill: the first token after each position that a label may need.
-    texts = HostTexts.of(input_ids, attention_mask, wanted)
-    input_ids, is_wanted = to_device(input_ids, target.device), to_device(wanted, target.device)
-    needed = Places.of(_within(texts.wanted, texts.is_token, horizon), target.device)
+    host_ids, *marks = torch.stack([input_ids, attention_mask, wanted]).cpu().numpy()  # at most one transfer
+    is_token, host_wanted = (mark.astype(bool) for mark in marks)
+    assert not (is_token[:, 1:] & ~is_token[:, :-1]).any(), "texts are padded on the right"
+    input_ids, wanted = to_device(input_ids, target.device), to_device(wanted, target.device)
+    needed = to_device(np.flatnonzero(_within(host_wanted, is_token, horizon)), target.device)
     cache = DynamicCache() if branches and read is None else None
     hidden_states, layers = _prefill(target, input_ids, feature_layers, cache) if read is None else read
     first = _first_tokens(target, input_ids, hidden_states, needed, sampled)
     top_tokens, top_log_probs = _top(target.model, hidden_states, needed, top_k) if top_k else (None, None)
     # 2. Where the target agrees with the text, a position borrows the next one's continuation.
     host_first = first.cpu().numpy()
-    agrees = np.zeros_like(texts.wanted)
-    agrees[:, :-1] = (host_first[:, :-1] == texts.input_ids[:, 1:]) & texts.is_token[:, 1:]
+    agrees = np.zeros_like(host_wanted)
+    agrees[:, :-1] = (host_first[:, :-1] == host_ids[:, 1:]) & is_token[:, 1:]
     borrows = agrees & ~np.isin(host_first, target.stop_ids)
-    depth = _needed_depth(texts.wanted, borrows, horizon)
+    depth = _needed_depth(host_wanted, borrows, horizon)
 
     # 3. Decode the other positions as branches, and fill in borrowed tokens.
     if cache is None:
@@ -115,53 +116,15 @@ def label_continuations(
         live = _make_branches(cache, *((depth > 1) & ~borrows).nonzero())
     continuations, num_branch_tokens = _decode_branches(target, live, first, host_first, depth, borrows, horizon, sampled)
     # 4. Keep the wanted labels, and count the work.
-    continuations.masked_fill_(~is_wanted[..., None], UNKNOWN)
+    continuations.masked_fill_(~wanted[..., None], UNKNOWN)
     stats = LabelStats(
-        num_text_tokens=int(texts.is_token.sum()),
-        num_positions=int(texts.wanted.sum()),
-        num_agreeing=int((agrees & texts.wanted).sum()),
+        num_text_tokens=int(is_token.sum()),
+        num_positions=int(host_wanted.sum()),
+        num_agreeing=int((agrees & host_wanted).sum()),
         num_branch_tokens=num_branch_tokens,
     )
     features = TextFeatures(hidden_states=hidden_states, layers=layers, top_tokens=top_tokens, top_log_probs=top_log_probs)
     return continuations, features, stats
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostTexts:
-    """The texts of a batch on the host, right-padded."""
-
-    input_ids: Int[np.ndarray, "batch seq"]
-    is_token: Bool[np.ndarray, "batch seq"]
-    wanted: Bool[np.ndarray, "batch seq"]
-
-    @classmethod
-    def of(
-        cls,
-        input_ids: Int[torch.Tensor, "batch seq"],
-        attention_mask: Bool[torch.Tensor, "batch seq"],
-        wanted: Bool[torch.Tensor, "batch seq"],
-    ) -> "HostTexts":
-        """Read the texts, at most in one transfer."""
-        both = torch.stack([input_ids, attention_mask.to(input_ids.dtype), wanted.to(input_ids.dtype)]).cpu().numpy()
-        texts = cls(input_ids=both[0], is_token=both[1].astype(bool), wanted=both[2].astype(bool))
-        assert not (texts.is_token[:, 1:] & ~texts.is_token[:, :-1]).any(), "texts are padded on the right"
-        return texts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """Marked tokens of a batch, on the device: the index among all batch x seq tokens, row and column."""
-
-    index: Int[torch.Tensor, " place"]
-    rows: Int[torch.Tensor, " place"]
-    columns: Int[torch.Tensor, " place"]
-
-    @classmethod
-    def of(cls, marked: Bool[np.ndarray, "batch seq"], device: torch.device) -> "Places":
-        rows, columns = marked.nonzero()
-        return cls(
-            index=to_device(np.flatnonzero(marked), device), rows=to_device(rows, device), columns=to_device(columns, device)
-        )
 
 
 def _decode_branches(
@@ -307,13 +270,13 @@ def _first_tokens(
     target: HFTarget,
     input_ids: Int[torch.Tensor, "batch seq"],
     hidden_states: Float[torch.Tensor, "batch seq hidden"],
-    labelled: Places,
+    needed: Int[torch.Tensor, " place"],
     sampled: SampledLabels | None,
 ) -> Int[torch.Tensor, "batch seq"]:
-    """Return the next token at the places `labelled`; UNKNOWN elsewhere."""
-    states = hidden_states.flatten(0, 1)[labelled.index]
-    tokens = next_tokens(target.model, states, labelled.rows, labelled.columns + 1, sampled)
-    return torch.full_like(input_ids, UNKNOWN).flatten().index_copy_(0, labelled.index, tokens).view_as(input_ids)
+    """Return the next token at the places `needed` among all batch x seq tokens; UNKNOWN elsewhere."""
+    states, width = hidden_states.flatten(0, 1)[needed], input_ids.shape[1]
+    tokens = next_tokens(target.model, states, needed // width, needed % width + 1, sampled)
+    return torch.full_like(input_ids, UNKNOWN).flatten().index_copy_(0, needed, tokens).view_as(input_ids)
 
 
 def _within(
@@ -361,7 +324,7 @@ def _branch_hidden_states(
 def _top(
     model: PreTrainedModel,
     hidden_states: Float[torch.Tensor, "batch seq hidden"],
-    needed: Places,
+    needed: Int[torch.Tensor, " place"],
     top_k: int,
 ) -> tuple[Int[torch.Tensor, "batch seq top"], Float[torch.Tensor, "batch seq top"]]:
     """Return the top tokens at the places `needed`, and their log-probabilities.
@@ -372,9 +335,9 @@ def _top(
     shape, device = hidden_states.shape[:2], hidden_states.device
     tokens = torch.full((shape.numel(), top_k), UNKNOWN, device=device)
     log_probs = torch.full(tokens.shape, -math.inf, device=device)
-    if len(needed.index):
-        states = hidden_states.flatten(0, 1)[needed.index]
+    if len(needed):
+        states = hidden_states.flatten(0, 1)[needed]
         chunks = [logits.float().log_softmax(-1).topk(top_k) for logits in logit_chunks(model, states)]
-        log_probs[needed.index] = torch.cat([chunk.values for chunk in chunks])
-        tokens[needed.index] = torch.cat([chunk.indices for chunk in chunks])
+        log_probs[needed] = torch.cat([chunk.values for chunk in chunks])
+        tokens[needed] = torch.cat([chunk.indices for chunk in chunks])
     return tokens.unflatten(0, shape), log_probs.unflatten(0, shape)

@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 
+from ...data.collate import padded
 from ...data.device import to_device
-from ...data.shards import LAYER, SCALES, TOP_BYTES
-from ...data.states import StoredStates, are_finite, encode_states, state_bytes
-from ...data.types import DistilledExample, Example, TopTokens
+from ...data.shards import LAYER, SCALES, TOP_BYTES, with_labels
+from ...data.states import are_finite, encode_states, state_bytes
+from ...data.types import DistilledExample, Example
 from ...models.llm.hf_target import HFTarget
 from ...models.llm.hidden_states import decoder_layers
 from ...models.machine import available_memory
@@ -48,7 +48,7 @@ def bytes_per_token(config: DistillConfig, hidden_size: int, *, labelled: float 
     `labelled` is the share of tokens with top tokens, if these are stored: about the assistant's
     share.
     """
-    num_states = config.last_hidden + len(config.feature_layers)
+    num_states = (config.features == "last_hidden") + len(config.feature_layers)
     states = num_states * state_bytes(hidden_size, config.features_dtype)
     top = 0.0 if config.top_logprobs is None else MASK_BYTES + labelled * config.top_logprobs * TOP_BYTES
     return TOKEN_BYTES * (1 + config.horizon) + MASK_BYTES + states + top
@@ -124,48 +124,29 @@ def start_storing(
     """
     # 1. The tokens of all texts, one text after another.
     lengths = [len(example.input_ids) for example in examples]
-    width = continuations.shape[1]
-    places = np.concatenate([row * width + np.arange(length) for row, length in enumerate(lengths)])
-    index = to_device(places, continuations.device)
+    index = to_device(padded(lengths).index(), continuations.device)
     # 2. Encode the states, and start all copies. The names are those of a shard.
     read = {"continuations": continuations, "top_tokens": features.top_tokens, "top_log_probs": features.top_log_probs}
     tensors = {name: values.flatten(0, 1)[index] for name, values in read.items() if values is not None}
     states = {f"{LAYER}{layer}": features.layers[layer] for layer in config.feature_layers}
-    states |= {"hidden_states": features.hidden_states} if config.last_hidden else {}
+    states |= {"hidden_states": features.hidden_states} if config.features == "last_hidden" else {}
+    tensors["finite"] = torch.ones_like(index, dtype=torch.bool)
     for name, values in states.items():
         of_tokens = values.flatten(0, 1)[index]
-        finite = are_finite(of_tokens)
-        tensors["finite"] = tensors["finite"] & finite if "finite" in tensors else finite
+        tensors["finite"] &= are_finite(of_tokens)
         encoded = encode_states(of_tokens, config.features_dtype)
         tensors |= {name: encoded.values} | ({} if encoded.scales is None else {name + SCALES: encoded.scales})
     wait = start_host_copies(tensors)
 
     # 3. Divide them among the examples, once they are there.
     def finish() -> list[DistilledExample]:
-        parts = {name: tensor.split(lengths) for name, tensor in wait().items()}
-        return [
-            _stored_example(config, example, {name: part[row] for name, part in parts.items()})
-            for row, example in enumerate(examples)
-        ]
+        copied = wait()
+        for example, finite in zip(examples, copied.pop("finite").split(lengths), strict=True):
+            if not finite.all():
+                raise ValueError(f"example {example.id!r}: {NOT_FINITE}")
+        return with_labels(examples, copied)
 
     return finish
-
-
-def _stored_example(config: DistillConfig, example: Example, tensors: Mapping[str, torch.Tensor]) -> DistilledExample:
-    """Return an example with its part of the tensors of `start_storing`."""
-    if "finite" in tensors and not tensors["finite"].all():
-        raise ValueError(f"example {example.id!r}: {NOT_FINITE}")
-
-    def states(name: str) -> StoredStates:
-        return StoredStates(values=tensors[name], scales=tensors.get(name + SCALES))
-
-    return DistilledExample(
-        example=example,
-        continuations=tensors["continuations"],
-        hidden_states=states("hidden_states") if config.last_hidden else None,
-        layers={layer: states(f"{LAYER}{layer}") for layer in config.feature_layers},
-        top=TopTokens(tokens=tensors["top_tokens"], log_probs=tensors["top_log_probs"]) if "top_tokens" in tensors else None,
-    )
 
 
 def start_host_copies(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, torch.Tensor]]:
@@ -176,17 +157,13 @@ def start_host_copies(tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[
     pinned memory is scarce: PyTorch uses it again for the next copies. On other devices the tensors
     are ready at once.
     """
+    host = {name: tensor.to("cpu", non_blocking=tensor.is_cuda) for name, tensor in tensors.items()}
     if not any(tensor.is_cuda for tensor in tensors.values()):
-        host = {name: tensor.cpu() for name, tensor in tensors.items()}
         return lambda: host
-    pinned = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-        for name, tensor in tensors.items()
-    }
     copied = torch.cuda.current_stream(next(iter(tensors.values())).device).record_event()
 
     def wait() -> dict[str, torch.Tensor]:
         copied.synchronize()
-        return {name: tensor.clone() for name, tensor in pinned.items()}
+        return {name: tensor.clone() for name, tensor in host.items()}
 
     return wait

@@ -39,7 +39,7 @@ from ..plan import plan_sha256, plan_shards, run_shards, total
 from ..regenerate.engines.served_states import ServedStates, open_states
 from .continuations import LabelStats, label_continuations, require_labels, require_window
 from .features import TextFeatures, require_features, require_space, start_storing
-from .sampled_labels import SampledLabels
+from .next_tokens import SampledLabels
 
 logger = logging.getLogger(__name__)
 
@@ -95,10 +95,10 @@ def distill(
     require_labels(target, longest + max(config.horizon - 2, 0), branches=config.decodes_branches)
     require_features(config, target)
     # 2. Label them, shard by shard.
-    plan, store = plan_shards(examples, config.shard_examples), label_store(output_dir)
+    plan = plan_shards(examples, config.shard_examples)
+    store = label_store(output_dir, describe_data(data, target.tokenizer.chat_template, overlap))
     manifest = describe_labels(config, data, target, plan)
-    data_facts = describe_data(data, target.tokenizer.chat_template, overlap)
-    store.require_same(manifest, data_facts)
+    store.require_same(manifest)
     if store.missing(plan) and not data.is_private:
         text = preview(examples[0], target.tokenizer)
         logger.info("the first example, with what is trained on between %s and %s:\n%s", *MARKS, text)
@@ -118,7 +118,6 @@ def distill(
             make=lambda shards, progress: _label_shards(config, target, shards, output_dir, progress, worker, served),
             finish=lambda entries: _write_statistics(config, target, output_dir, entries, dropped),
             unit="tok",
-            data_facts=data_facts,
         )
 
 
@@ -166,8 +165,9 @@ def missing_examples(
     config: DistillConfig, data: DataConfig, target: HFTarget, examples: Sequence[Example], output_dir: Path
 ) -> list[Example]:
     """Return the unlabelled examples. Raises ValueError if the folder is another run's."""
-    plan, store = plan_shards(examples, config.shard_examples), label_store(output_dir)
-    store.require_same(describe_labels(config, data, target, plan), describe_data(data, target.tokenizer.chat_template))
+    plan = plan_shards(examples, config.shard_examples)
+    store = label_store(output_dir, describe_data(data, target.tokenizer.chat_template))
+    store.require_same(describe_labels(config, data, target, plan))
     return store.missing(plan)
 
 
@@ -351,30 +351,19 @@ VISIBLE = str.maketrans({"\n": "\u21b5\n", "\t": "\u2192"} | {chr(code): "\ufffd
 
 
 def preview(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Render the first parts of an example. Trained parts are in [[ ]].
+    """Render the first parts of an example. Trained parts are in [[ ]], which also show spaces at a part's ends.
 
-    Line breaks are shown as \u21b5 at the end of a line, tabs as \u2192, and spaces at a part's
-    ends as \u00b7.
+    Line breaks are shown as \u21b5 at the end of a line, and tabs as \u2192. The middle of a long part is cut out.
     """
     start, end = MARKS
     tokens = zip(example.input_ids.tolist(), example.loss_mask.tolist(), strict=True)
     parts = [(trained, [id for id, _ in group]) for trained, group in groupby(tokens, key=lambda token: token[1])]
-    texts = []
+    texts, half = [], MAX_CHARACTERS // 2
     for trained, ids in parts[:MAX_PARTS]:
-        decoded = str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        text = _shorten(decoded)
-        texts.append(f"{start}{text}{end}" if trained else text)
+        text = str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        if len(text) >= MAX_CHARACTERS + LEAST_CUT:
+            text = f"{text[:half]} ... ({len(text) - 2 * half} characters) ... {text[-half:]}"
+        texts.append(f"{start}{text.translate(VISIBLE)}{end}" if trained else text.translate(VISIBLE))
     if len(parts) > MAX_PARTS:
         texts.append(f" ... and {len(parts) - MAX_PARTS} more parts")
     return "".join(texts)
-
-
-def _shorten(text: str) -> str:
-    """Make white space visible, and cut the middle out of a long text."""
-    inner = text.strip(" ")
-    leading, trailing = len(text) - len(text.lstrip(" ")), len(text) - len(text.rstrip(" "))
-    if len(inner) >= MAX_CHARACTERS + LEAST_CUT:
-        half = MAX_CHARACTERS // 2
-        inner = f"{inner[:half]} ... ({len(inner) - 2 * half} characters) ... {inner[-half:]}"
-    dots = ("\u00b7" * leading, "\u00b7" * trailing if inner else "")
-    return f"{dots[0]}{inner.translate(VISIBLE)}{dots[1]}"

@@ -6,7 +6,7 @@ same conversations, answered by the same engine with the same seeds, give the sa
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -106,9 +106,9 @@ class AnswersManifest(BaseManifest):
             )
 
 
-def answer_store(directory: Path) -> ShardStore[AnswersEntry, AnswersManifest]:
+def answer_store(directory: Path, data_facts: Mapping[str, Any] | None = None) -> ShardStore[AnswersEntry, AnswersManifest]:
     """Return the store of the answer shards in a folder."""
-    return ShardStore(directory, "answers", ".jsonl", AnswersEntry, AnswersManifest)
+    return ShardStore(directory, "answers", ".jsonl", AnswersEntry, AnswersManifest, data_facts)
 
 
 def is_answers(directory: Path) -> bool:

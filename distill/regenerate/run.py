@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from tqdm import tqdm
@@ -131,9 +130,9 @@ def answer_all(
     `begin` begins an item's conversation, and `open` opens the engine with the configured drafter.
     Errors as in `run_shards`.
     """
-    plan, store = plan_shards(items, config.shard_examples), answer_store(output_dir)
-    data_facts = describe_data(data, target.tokenizer.chat_template, overlap)
-    manifest, drafter = begin_answers(config, data, target, plan, store, accelerator, data_facts)
+    plan = plan_shards(items, config.shard_examples)
+    store = answer_store(output_dir, describe_data(data, target.tokenizer.chat_template, overlap))
+    manifest, drafter = begin_answers(config, data, target, plan, store, accelerator)
     # With a server each process sends its own requests.
     worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel and not config.is_served)
 
@@ -162,7 +161,6 @@ def answer_all(
         make=make,
         finish=finish,
         unit=unit,
-        data_facts=data_facts,
     )
     target.plain_linears()  # what follows is then the same whether this process has answered or not
     return manifest
@@ -189,10 +187,10 @@ def missing_conversations(
     config: DistillConfig, data: DataConfig, target: HFTarget, conversations: Sequence[Conversation], output_dir: Path
 ) -> list[Conversation]:
     """Return the unanswered conversations. Raises ValueError if the folder is another run's."""
-    plan, store = plan_shards(conversations, config.shard_examples), answer_store(output_dir)
+    plan = plan_shards(conversations, config.shard_examples)
+    store = answer_store(output_dir, describe_data(data, target.tokenizer.chat_template))
     linears = store.load().linears if store.is_begun else {}
-    manifest = describe_answers(config, data, target, plan, linears)
-    store.require_same(manifest, describe_data(data, target.tokenizer.chat_template))
+    store.require_same(describe_answers(config, data, target, plan, linears))
     return store.missing(plan)
 
 
@@ -203,7 +201,6 @@ def begin_answers(
     plan: Sequence[Sequence[Conversation]],
     store: ShardStore[AnswersEntry, AnswersManifest],
     accelerator: Accelerator,
-    data_facts: Mapping[str, Any],
 ) -> tuple[AnswersManifest, LoadedDrafter | None]:
     """Return the manifest of this run, and the drafter that decodes what is missing.
 
@@ -225,7 +222,6 @@ def begin_answers(
     if is_first:
         if decodes:
             target.choose_linears(*parts)
-        store.save_data_facts(data_facts)
         store.save(describe(target.linears))
     accelerator.wait_for_everyone()
     # 3. All others take its choice.
@@ -284,19 +280,18 @@ def answer_conversations(
     `progress` counts turns.
     """
     # 1. In each round, answer the next turn of all unfinished dialogues.
-    num_shown = 0
+    begun = progress.n
     while waiting := {request.id: (dialogue, request) for dialogue in dialogues if (request := dialogue.next_request())}:
         for answer in engine.answer([request for _, request in waiting.values()]):
             dialogue, _ = waiting.pop(answer.id)
             before = dialogue.num_done
             dialogue.take(answer)
             progress.update(dialogue.num_done - before)
-            num_shown += dialogue.num_done - before
         if waiting:
             raise RuntimeError(f"the engine {type(engine).__name__} left {len(waiting)} requests unanswered")
     # 2. Count the results; some turns were dropped before they were requested.
     num_turns = sum(dialogue.num_turns for dialogue in dialogues)
-    progress.update(num_turns - num_shown)
+    progress.update(begun + num_turns - progress.n)
     examples = [example for dialogue in dialogues for example in dialogue.examples]
     dropped = sum((dialogue.dropped for dialogue in dialogues), Counter[str]())
     spans = [span for example in examples for span in example.answers]

@@ -100,8 +100,7 @@ class SelfSource:
         if self.source.turns == 1:
             return questions
         limits = answer_limits(self.config, self.data, self.target)
-        plain = replace(self.config, drafter=None, drafter_settings={})
-        return InTwoWays(questions, stack.enter_context(open_engine(plain, self.target, limits)))
+        return InTwoWays(questions, stack.enter_context(open_engine(self.config, self.target, limits)))
 
     def messages(self, example: AnsweredExample) -> list[dict[str, str]]:
         """Return the turns of a conversation that was written."""

@@ -1,36 +1,24 @@
 """A Sphinx extension that makes the reference pages from the code.
 
-A line `<!-- from code: NAME -->` of a page is replaced by the Markdown of the function that is registered under this name,
+A line `<!-- from code: NAME -->` of a page is replaced by what the function of this name in `reference` returns,
 before the page is parsed. Docstrings of the API have code in single backticks, which reStructuredText writes with two.
 """
 
 import inspect
 import re
-from collections.abc import Callable
 from typing import Any
 
 import reference
 
 MARKER = re.compile(r"^<!-- from code: (\S+)(?: (.*))? -->$", re.MULTILINE)
-GENERATORS: dict[str, Callable[..., str]] = {
-    "benchmarks": reference.benchmarks,
-    "commands": reference.commands,
-    "recipes": reference.recipes,
-    "drafter-options": reference.drafter_options,
-    "forms": reference.forms,
-    "groups": reference.groups,
-    "options": reference.options,
-    "launch-files": reference.launch_files,
-    "record": reference.record,
-}
 
 
 def fill_markers(text: str) -> str:
     """Return a page's source with the reference in place of its markers.
 
-    Raises KeyError for an unknown name.
+    Raises AttributeError for an unknown name.
     """
-    return MARKER.sub(lambda match: GENERATORS[match[1]](*filter(None, [match[2]])), text)
+    return MARKER.sub(lambda match: getattr(reference, match[1].replace("-", "_"))(*filter(None, [match[2]])), text)
 
 
 def _on_source_read(app: Any, page: str, source: list[str]) -> None:

@@ -5,7 +5,6 @@ import inspect
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -31,12 +30,7 @@ def _command(name: str) -> str:
     lines = [f"## outrider {name}", "", text, "", "```text", usage(name, cls, sections), "```"]
     if others:
         lines += ["", f"Further options: those of {', '.join(others)} in [Options](options.md)."]
-    return "\n\n".join(["\n".join(lines), *map(_option, own_options(cls))])
-
-
-def own_options(cls: type) -> tuple[describe.Option, ...]:
-    """Return the options of a command's own class."""
-    return describe.sections_of(cls)[""].options
+    return "\n\n".join(["\n".join(lines), *map(_option, describe.sections_of(cls)[""].options)])
 
 
 def options() -> str:
@@ -118,13 +112,10 @@ def record(name: str) -> str:
     """Return the docstring of `module:Class`, and a table of its fields."""
     module_name, _, class_name = name.partition(":")
     cls = getattr(importlib.import_module(f"outrider.{module_name}"), class_name)
-    rows = [(f"`{field}`", f"`{_type_name(kind)}`", _field_docstring(cls, field)) for field, kind in _field_types(cls)]
+    rows = [
+        (f"`{field}`", f"`{_type_name(kind)}`", _field_docstring(cls, field)) for field, kind in get_type_hints(cls).items()
+    ]
     return "\n".join([inspect.getdoc(cls) or "", "", *table(("field", "type", "meaning"), rows)])
-
-
-def _field_types(cls: type) -> list[tuple[str, Any]]:
-    hints = get_type_hints(cls)
-    return [(field.name, hints[field.name]) for field in fields(cls)] if is_dataclass(cls) else list(hints.items())
 
 
 def _type_name(kind: Any) -> str:

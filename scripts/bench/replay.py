@@ -93,7 +93,6 @@ def read_batch(
         max_positions=None,
         generator=torch.Generator(),
         labels="distilled",
-        pad_id=0,
         reads=manifest.stored(reads),
     )
     return with_hidden_states(batch, target, reads)

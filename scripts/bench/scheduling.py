@@ -28,8 +28,7 @@ from report import finish
 
 from outrider.distill.regenerate.engine import Limits, Request
 from outrider.distill.regenerate.engines.batch import BatchDecoder
-from outrider.distill.regenerate.lengths.buckets import Predicted
-from outrider.distill.regenerate.lengths.predictors import LightPredictor
+from outrider.distill.regenerate.lengths.buckets import LightPredictor, Predicted
 from outrider.distill.regenerate.lengths.schedule import (
     RESERVED_SHARE,
     SHORTEST,

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider.data.collate import Layout, collate, packed, padded, text_continuations
+from outrider.data.collate import PAD_ID, Layout, collate, packed, padded, text_continuations
 from outrider.data.config import STATE_DTYPES
 from outrider.data.states import StoredStates, encode_states, joined, state_bytes
 from outrider.data.types import UNKNOWN, DistilledExample, DrafterBatch, Example, TargetReads, TopTokens
@@ -61,12 +61,12 @@ def run(labels: str, max_positions: int | None = None, seed: int = 0, hidden: bo
     examples = [make_example(5, hidden), make_example(8, hidden)]
     generator = torch.Generator().manual_seed(seed)
     reads = TargetReads(hidden_states=hidden)
-    return collate(examples, max_positions=max_positions, generator=generator, labels=labels, pad_id=99, reads=reads)
+    return collate(examples, max_positions=max_positions, generator=generator, labels=labels, reads=reads)
 
 
 def test_padding_is_on_the_right_and_never_trained_on() -> None:
     batch = run("distilled", hidden=True).decoded()
-    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 99, 99, 99], [1, 2, 3, 4, 5, 6, 7, 8]]
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, PAD_ID, PAD_ID, PAD_ID], [1, 2, 3, 4, 5, 6, 7, 8]]
     assert batch.attention_mask.sum(1).tolist() == [5, 8]
     assert (batch.continuations[0, 5:] == UNKNOWN).all()
     assert batch.hidden_states is not None
@@ -109,7 +109,7 @@ def test_features_of_layers_are_concatenated_in_the_requested_order() -> None:
 
     def batch(reads: TargetReads) -> DrafterBatch:
         examples, generator = [with_states(5), with_states(8)], torch.Generator()
-        return collate(examples, max_positions=None, generator=generator, labels="distilled", pad_id=99, reads=reads)
+        return collate(examples, max_positions=None, generator=generator, labels="distilled", reads=reads)
 
     collated = batch(TargetReads(layers=(7, 2), top=True)).decoded()
     assert collated.hidden_states is None, "they are stored but not requested"
@@ -139,7 +139,6 @@ def test_states_move_in_the_stored_type_without_padding_and_are_decoded_afterwar
         max_positions=None,
         generator=torch.Generator(),
         labels="distilled",
-        pad_id=99,
         reads=TargetReads(hidden_states=True, layers=layers),
         packing=packing,
     )

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.data.config import DataConfig
 from outrider.data.conversations import Conversation, Role, Turn
-from outrider.data.own_suite import draw_suite
+from outrider.data.questions import draw_suite
 from outrider.data.sources import PromptOverlap, load_conversations
 from outrider.data.suites import load_suite
 

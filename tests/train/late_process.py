@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from outrider.train import processes
-from outrider.train.processes import make_accelerator
+from outrider.train.processes import make_accelerator, shorten_patience
 
 from .forked import ends, fork
 
@@ -35,13 +36,12 @@ def meet(output: Path) -> None:
         except RuntimeError as error:
             results[name] = type(error).__name__
 
-    with processes.StepPatience(accelerator) as patience:
+    with ExitStack() as training:
         meet_late("before the first step")
-        patience.shorten()
+        shorten_patience(accelerator, training)
     meet_late("after the training")
-    with processes.StepPatience(accelerator) as patience:
-        patience.shorten()
-        patience.shorten()
+    with ExitStack() as training:
+        shorten_patience(accelerator, training)
         meet_late("after a step")
     if accelerator.is_main_process:
         output.write_text(json.dumps(results))

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from outrider.models.drafters.saved.download import resolve_drafter
-from outrider.train.low_rank import LowRankAdamW, require_whole_weights
+from outrider.train.config import TrainConfig, for_launch
+from outrider.train.low_rank import LowRankAdamW
 
 from .conftest import TRAIN, Run
 
@@ -123,7 +125,8 @@ def test_a_share_of_the_change_is_saved_and_another_one_needs_no_training(
 
 
 def test_a_launch_that_splits_the_state_is_refused() -> None:
-    require_whole_weights(None, "fsdp")
-    require_whole_weights(2, None)
+    config = TrainConfig(steps=1, lora_rank=2)
+    for_launch(replace(config, lora_rank=None), 1, sharded_by="fsdp", tensor_parallel=False)
+    for_launch(config, 1, sharded_by=None, tensor_parallel=False)
     with pytest.raises(ValueError, match=r"train\.lora_rank is set, and the launch splits the training's state by fsdp"):
-        require_whole_weights(2, "fsdp")
+        for_launch(config, 1, sharded_by="fsdp", tensor_parallel=False)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.train import loop as loop_module
-from outrider.train.processes import RECORDED_COLLECTIVES, StepPatience, make_accelerator
+from outrider.train.processes import RECORDED_COLLECTIVES, make_accelerator
 
 from ..forks import result_of
 from . import late_process
@@ -27,18 +27,11 @@ def test_a_missing_process_ends_training_but_nothing_before_or_after(tmp_path: P
 
 def test_the_short_limit_begins_with_the_first_step(run_train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-
-    class Spy(StepPatience):
-        def __enter__(self) -> StepPatience:
-            calls.append("training")
-            return super().__enter__()
-
-        def shorten(self) -> None:
-            calls.append("step")
-
-    monkeypatch.setattr(loop_module, "StepPatience", Spy)
+    finish_step = loop_module.finish_step
+    monkeypatch.setattr(loop_module, "finish_step", lambda *args: (calls.append("step"), finish_step(*args))[1])
+    monkeypatch.setattr(loop_module, "shorten_patience", lambda *args: calls.append("short limit"))
     run_train(steps=2)
-    assert calls == ["training", "step", "step"]
+    assert calls == ["step", "short limit", "step"]
 
 
 @pytest.mark.parametrize("older_name", [False, True])

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,10 @@ from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 from outrider.train.batches import BatchStream
-from outrider.train.config import TrainConfig
+from outrider.train.config import TrainConfig, for_launch
 from outrider.train.records import read_records
 from outrider.train.run import train
-from outrider.train.validation import HeldOut, Validator, hold_out, require_texts_for_all
+from outrider.train.validation import HeldOut, Validator, hold_out
 
 from .conftest import HORIZON, Run, write_shards
 
@@ -78,11 +79,12 @@ def test_a_short_shard_is_filled_up_from_the_others(target: HFTarget, examples: 
 
 
 def test_fewer_texts_than_processes_are_an_error_before_any_work() -> None:
+    four = TrainConfig(steps=1, validation_texts=4)
     for texts in (0, 5):
-        require_texts_for_all(texts, 5, tensor_parallel=False)
-    require_texts_for_all(4, 5, tensor_parallel=True)
+        for_launch(replace(four, validation_texts=texts), 5, sharded_by=None, tensor_parallel=False)
+    for_launch(four, 5, sharded_by=None, tensor_parallel=True)
     with pytest.raises(ValueError, match=r"train\.validation_texts is 4, fewer than the 5 processes"):
-        require_texts_for_all(4, 5, tensor_parallel=False)
+        for_launch(four, 5, sharded_by=None, tensor_parallel=False)
 
 
 def test_a_validation_prompt_ends_before_the_answer(shards_dir: Path, held_out: list[HeldOut]) -> None:

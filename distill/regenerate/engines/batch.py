@@ -18,8 +18,7 @@ from ....models.decoding.types import AcceptedPath, TargetOutput
 from ....models.llm.hf_target import HFTarget
 from ....models.llm.tree_cache import KeptText
 from ..engine import Answer, Limits, Request
-from ..lengths.buckets import Predicted
-from ..lengths.predictors import LightPredictor
+from ..lengths.buckets import LightPredictor, Predicted
 from ..lengths.schedule import RESERVED_SHARE, SHORTEST, UNKNOWN_SHARE, Decoded, Waiting, supervise
 
 
@@ -103,8 +102,10 @@ class BatchDecoder:
         rows = self._begin(batch, full)
         unfinished = self._unfinished(rows, full)
         while len(unfinished) >= max(1, least):
-            rows = self._select(rows, unfinished)
-            self._step(rows, unfinished)
+            if len(unfinished) < len(rows):
+                self.target.select([rows.index(index) for index in unfinished])
+            rows = unfinished
+            self._step(rows)
             unfinished = self._unfinished(rows, full)
         self._keep(rows, unfinished)
         return [Decoded(num_new=len(self.tokens[row.index]) - row.num_written, ended=self.is_ended(row.index)) for row in batch]
@@ -124,8 +125,8 @@ class BatchDecoder:
                 self.tokens[index] += new
         return fresh + evicted
 
-    def _step(self, rows: Sequence[int], unfinished: Sequence[int]) -> None:
-        """Decode one token for every row; `unfinished` rows are those that need it."""
+    def _step(self, rows: Sequence[int]) -> None:
+        """Decode one token for every row."""
         last = torch.tensor([self.tokens[index][-1] for index in rows], device=self.target.device)
         tree = empty_tree(len(rows), self.target.device)
         output = self.target.verify(last, tree)
@@ -135,7 +136,8 @@ class BatchDecoder:
             self.tokens[index] += new
 
     def _accept(self, tree: DraftTree, output: TargetOutput, rows: Sequence[int]) -> AcceptedPath:
-        acceptance = self.rule(tree, output, generator=self._seeds(rows))
+        seeds = RowSeeds([self.requests[index].seed for index in rows], [len(self.tokens[index]) for index in rows])
+        acceptance = self.rule(tree, output, generator=seeds)
         return read_acceptance(tree, output, acceptance, self._where(rows))
 
     def _unfinished(self, rows: Sequence[int], full: dict[int, int]) -> list[int]:
@@ -143,16 +145,8 @@ class BatchDecoder:
         self._keep(rows, [i for i in rows if len(self.tokens[i]) == full[i] and not self.is_ended(i)])
         return [index for index in rows if len(self.tokens[index]) < full[index] and not self.is_ended(index)]
 
-    def _select(self, rows: list[int], unfinished: list[int]) -> list[int]:
-        if len(unfinished) < len(rows):
-            self.target.select([rows.index(index) for index in unfinished])
-        return unfinished
-
     def _keep(self, rows: Sequence[int], indices: Sequence[int]) -> None:
         self._kept |= {index: self.target.take(rows.index(index)) for index in indices}
-
-    def _seeds(self, rows: Sequence[int]) -> RowSeeds:
-        return RowSeeds([self.requests[index].seed for index in rows], [len(self.tokens[index]) for index in rows])
 
     def _where(self, rows: Sequence[int]) -> Where:
         """Return the names of the rows' next tokens."""

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from ....data.servers import KEY_VARIABLE, NO_FILTERS, server_key, shown
 from ....models.decoding.sampling import Sampling
 from ..engine import Answer, Limits, Request
-from .states_files import Transfer, states_file, take_states
+from .states_files import Transfer, drop_states
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -79,7 +79,9 @@ class _Usage(BaseModel):
     prompt_tokens: int | None = None
 
 
-class _Completion(BaseModel):
+class Completion(BaseModel):
+    """A reply to a prompt; vLLM adds where it has written the hidden states."""
+
     choices: tuple[_Choice]
     usage: _Usage | None = None
     kv_transfer_params: Transfer | None = None
@@ -310,13 +312,12 @@ class OpenAIEngine:
         }
         body |= {name: value for name in ("top_k", "top_p") if (value := getattr(self.sampling, name)) is not None}
         async with slots:
-            completion = await server.ask("completions", _Completion, body)
-            if self.states_dir is not None and completion.kv_transfer_params is not None:
-                unneeded = states_file(server.url, completion.kv_transfer_params, self.states_dir)
-                await asyncio.to_thread(take_states, unneeded, lambda path: None)
+            completion = await server.ask("completions", Completion, body)
+            if self.states_dir is not None:
+                await asyncio.to_thread(drop_states, server.url, completion.kv_transfer_params, self.states_dir)
         return self._checked(server.url, request, completion, max_tokens)
 
-    def _checked(self, url: str, request: Request, completion: _Completion, max_tokens: int) -> Answer:
+    def _checked(self, url: str, request: Request, completion: Completion, max_tokens: int) -> Answer:
         # 1. The server must have read exactly the prompt.
         num_prompt_tokens = completion.usage.prompt_tokens if completion.usage else None
         if num_prompt_tokens not in (None, len(request.prompt_ids)):

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import BaseModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
@@ -24,8 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 from ....models.llm.hf_target import HFTarget
 from ....models.llm.hidden_states import decoder_layers, decoder_of
 from ...config import DistillConfig
-from .openai import CompletionsServer, open_servers
-from .states_files import Transfer, states_file, take_states
+from .openai import Completion, CompletionsServer, open_servers
+from .states_files import drop_states, states_file, take_states
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +34,6 @@ START = (
     "start vLLM with --no-enable-prefix-caching --speculative-config and --kv-transfer-config as "
     "docs/how-to/regenerate.md shows"
 )
-
-
-class _Completion(BaseModel):
-    kv_transfer_params: Transfer | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +85,15 @@ class ServedStates:
         for text in texts:
             server, model = self.servers[next(self.turns) % len(self.servers)]
             body: dict[str, Any] = {"model": model, "prompt": text.tolist(), "max_tokens": 1, "temperature": 0.0}
-            asked.append((server.url, text, server.submit(server.ask("completions", _Completion, body))))
+            asked.append((server.url, text, server.submit(server.ask("completions", Completion, body))))
         try:
             states = [self._of_file(url, reply.result(), text) for url, text, reply in asked]
         finally:
             for url, _, reply in asked:
                 # After an error: the files that no one will read are memory.
                 if not reply.cancel() and reply.done() and reply.exception() is None:
-                    self._drop(url, reply.result())
+                    with suppress(ValueError, OSError):
+                        drop_states(url, reply.result().kv_transfer_params, self.folder)
         padded = pad_sequence(states, batch_first=True).to(self.target.device)
         *inputs, last = padded.unbind(2)
         norm = decoder_of(self.target.model).norm
@@ -108,14 +104,7 @@ class ServedStates:
     def _wanted(self) -> list[int]:
         return [*self.layers, len(decoder_layers(self.target.model))]
 
-    def _drop(self, url: str, reply: _Completion) -> None:
-        """Delete a text's states, if they are there."""
-        if reply.kv_transfer_params is None:
-            return
-        with suppress(ValueError, OSError):
-            take_states(states_file(url, reply.kv_transfer_params, self.folder), lambda path: None)
-
-    def _of_file(self, url: str, reply: _Completion, text: torch.Tensor) -> Float[torch.Tensor, "seq layer hidden"]:
+    def _of_file(self, url: str, reply: Completion, text: torch.Tensor) -> Float[torch.Tensor, "seq layer hidden"]:
         """Read a text's states, and delete their file."""
         if reply.kv_transfer_params is None:
             raise ValueError(f"{url} gives no hidden states; {START}")

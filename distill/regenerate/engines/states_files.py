@@ -44,3 +44,9 @@ def take_states(path: Path, read: Callable[[Path], T]) -> T:
     path.unlink(missing_ok=True)
     lock.unlink(missing_ok=True)
     return result
+
+
+def drop_states(url: str, transfer: Transfer | None, folder: Path) -> None:
+    """Delete the states of a request that a server has written, if there are any. Raises ValueError as `states_file` does."""
+    if transfer is not None:
+        take_states(states_file(url, transfer, folder), lambda path: None)

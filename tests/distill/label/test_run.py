@@ -350,7 +350,7 @@ def example(tokenizer: PreTrainedTokenizerFast, *texts: str) -> Example:
 
 def test_the_answer_is_marked_and_white_space_is_visible(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     shown = preview(example(tiny_tokenizer, "Hi\tyou", " one\ntwo"), tiny_tokenizer)
-    assert shown == "<|user|>Hi\u2192you<|assistant|>[[\u00b7one\u21b5\ntwo<|end|>]]"
+    assert shown == "<|user|>Hi\u2192you<|assistant|>[[ one\u21b5\ntwo<|end|>]]"
 
 
 def test_an_escape_of_a_text_never_reaches_the_terminal(tiny_tokenizer: PreTrainedTokenizerFast) -> None:

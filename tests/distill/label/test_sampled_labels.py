@@ -14,8 +14,8 @@ from outrider.data.shards import label_store, read_shard
 from outrider.data.types import UNKNOWN
 from outrider.distill.config import DistillConfig
 from outrider.distill.label.continuations import label_continuations
+from outrider.distill.label.next_tokens import SampledLabels
 from outrider.distill.label.run import distill
-from outrider.distill.label.sampled_labels import SampledLabels
 from outrider.models.decoding.sampling import Sampling, warp
 from outrider.models.llm.hf_target import HFTarget
 

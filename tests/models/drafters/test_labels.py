@@ -32,7 +32,6 @@ def make_batch(horizon: int, *, packing: bool, max_positions: int | None = 12) -
         max_positions=max_positions,
         generator=generator,
         labels="distilled",
-        pad_id=0,
         packing=packing,
     )
 

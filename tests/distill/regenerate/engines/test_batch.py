@@ -15,7 +15,7 @@ from outrider.distill.regenerate.engines import batch as module
 from outrider.distill.regenerate.engines.batch import BatchEngine, cache_bytes
 from outrider.distill.regenerate.engines.decoder import DecoderEngine
 from outrider.distill.regenerate.engines.registry import MOST_TRIED_ROWS, open_engine, tried_rows
-from outrider.distill.regenerate.lengths.predictors import LightPredictor
+from outrider.distill.regenerate.lengths.buckets import LightPredictor
 from outrider.distill.regenerate.lengths.schedule import Decoded, Waiting
 from outrider.models.decoding import Sampling
 from outrider.models.drafters import NullDrafter

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from outrider.distill.regenerate.engine import Request
-from outrider.distill.regenerate.lengths.buckets import LEARN_FIRST, NUM_BUCKETS, Buckets, Predicted
-from outrider.distill.regenerate.lengths.predictors import LightPredictor
+from outrider.distill.regenerate.lengths.buckets import LEARN_FIRST, NUM_BUCKETS, Buckets, LightPredictor, Predicted
 from outrider.distill.regenerate.lengths.schedule import SHORTEST, Decoded, supervise
 
 SHORT, LONG = 70, 200
@@ -95,7 +94,7 @@ def test_prompts_without_common_words_are_predicted_by_their_lengths():
 
 
 def test_the_light_predictor_limits_its_training_data(monkeypatch):
-    monkeypatch.setattr("outrider.distill.regenerate.lengths.predictors.MAX_EXAMPLES", 20)
+    monkeypatch.setattr("outrider.distill.regenerate.lengths.buckets.MAX_EXAMPLES", 20)
     predictor = LightPredictor()
     buckets = Buckets.of(lengths_of(96))
     predictor.learn(make_requests(96), buckets.index(lengths_of(96)))
@@ -103,7 +102,7 @@ def test_the_light_predictor_limits_its_training_data(monkeypatch):
     assert predictor.predict(make_requests(50)).shape == (50, NUM_BUCKETS)
 
 
-class Recorder:
+class Recorder(LightPredictor):
     """Predictor that returns the first bucket and records its training data."""
 
     def __init__(self) -> None:
