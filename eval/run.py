@@ -38,7 +38,7 @@ from .measure.methods import (
     methods_by_place,
     recorded_methods,
 )
-from .measure.plan import Plan, Texts, require_room
+from .measure.plan import Plan, require_room
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .records.records import EvalRecord, RecordFile, group_name
 from .records.run_files import RECORDED_OPTIONS, DrafterFacts, Environment, Facts, RunInfo, read_info, write_info
@@ -93,9 +93,15 @@ def evaluate(
         file = stack.enter_context(RecordFile(output_dir / RECORDS_FILE))
         require_own_records(file, info)
         # 3. Measure the answers that the records lack.
-        texts = Texts(tokenizer=tokenizer, config=config, device=target.device, context_length=limit, records=file.records)
-        methods = methods_by_place(config, specs, loaded, target)
-        plan = Plan(suites=suites, methods=methods, texts=texts, config=config)
+        plan = Plan(
+            suites=suites,
+            methods=methods_by_place(config, specs, loaded, target),
+            config=config,
+            tokenizer=tokenizer,
+            device=target.device,
+            context_length=limit,
+            records=file.records,
+        )
         rules = {temperature: acceptance_rule(config.acceptance, temperature, target) for temperature in config.temperatures}
         bench = Bench(target=target, plan=plan, rules=rules, environment=environment, file=file, info=info)
         bench.measure()

@@ -22,7 +22,7 @@ from ..records.run_files import Environment, OutOfMemory, RunInfo
 from ..results.figures import is_slow
 from .audit import audit
 from .environment import recorded_stages, within_memory
-from .plan import Job, Plan, PromptTurn, Texts, answer_seed, count_by_source
+from .plan import Job, Plan, PromptTurn, answer_seed, count_by_source
 from .timing import Generation, attempts_without_graphs, time_generation
 from .trace import trace_drafts
 
@@ -57,10 +57,6 @@ class Bench:
         return self.plan.config
 
     @property
-    def texts(self) -> Texts:
-        return self.plan.texts
-
-    @property
     def computes(self) -> bool:
         """Whether decoding computes in this process all the time, so that its processor time says how
         long it had to take."""
@@ -89,7 +85,7 @@ class Bench:
                         self._leave_out(job)
                         continue
                     self.file.append(*self._records(job, generation))
-                    progress.update(len(job.batch.turns))
+                    progress.update(len(job.turns))
                 progress.update(total - progress.n)  # the others are too long, or don't fit into memory
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{len(records)} of {total} answers are kept in {self.file.path}.") from None
@@ -126,7 +122,7 @@ class Bench:
                 temperature=turn.temperature,
                 seed=self._seed(turn),
             )
-            for turn, input_ids, token_ids in zip(job.batch.turns, job.batch.input_ids, attempt.token_ids, strict=True)
+            for turn, input_ids, token_ids in zip(job.turns, job.input_ids, attempt.token_ids, strict=True)
         ]
         return any(not row.ends_rightly for row in audits), max(row.deficit for row in audits)
 
@@ -134,12 +130,12 @@ class Bench:
         return answer_seed(self.config.seed, turn.suite.name, turn.prompt.id, turn.turn)
 
     def _time(self, job: Job, max_new_tokens: int, *, timed: bool = False) -> Generation:
-        turns = job.batch.turns
+        turns = job.turns
         return time_generation(
             self.target,
             job.method.drafter,
             self.rules[turns[0].temperature],
-            job.batch.input_ids,
+            job.input_ids,
             max_new_tokens=max_new_tokens,
             stop_ids=self.target.stop_ids,
             seeds=[self._seed(turn) for turn in turns],
@@ -155,14 +151,14 @@ class Bench:
         """
         most = WARMUP_TOKENS if self.target.stream is None else STREAMED_WARMUP_TOKENS
         num_tokens = min(self.config.max_new_tokens, most)
-        fitting = [(suite, sorted(self.texts.fitting(suite, suite.prompts), key=_length)) for suite in self.plan.suites]
+        fitting = [(suite, sorted(self.plan.fitting(suite, suite.prompts), key=_length)) for suite in self.plan.suites]
         suite, prompts = max(fitting, key=lambda choice: max(map(_length, choice[1]), default=0))
         for (temperature, size), methods in self.plan.methods.items():
-            groups = self.texts.groups(suite, prompts[::-1], size)
+            groups = self.plan.groups(suite, prompts[::-1], size)
             for index, group in enumerate(islice(groups, math.ceil(WARMUP_PROMPTS / size))):
-                batch = next(self.texts.batches(suite, group, index, temperature, size))
+                turns = next(self.plan.batches(suite, group, temperature, size))
                 for method in methods:
-                    within_memory(partial(self._time, Job(batch=batch, method=method), num_tokens), self.target)
+                    within_memory(partial(self._time, Job(group=index, turns=turns, method=method), num_tokens), self.target)
 
     def require_environment(self) -> None:
         """Raise ValueError if the environment differs from the recorded one."""
@@ -188,11 +184,11 @@ class Bench:
     def _longest_text(self, suite: PromptSet) -> int:
         """Compute the tokens of the suite's longest text: all turns and answers that have room."""
         longest = 0
-        for prompt in self.texts.fitting(suite, suite.prompts):
-            prompts = [encode_prompt(prompt.messages(text), self.texts.tokenizer, prompt.tools) for text in prompt.turns]
+        for prompt in self.plan.fitting(suite, suite.prompts):
+            prompts = [encode_prompt(prompt.messages(text), self.plan.tokenizer, prompt.tools) for text in prompt.turns]
             turns = [ids.shape[1] for ids in prompts]
             length = sum(turns) + len(turns) * self.config.max_new_tokens
-            longest = max(longest, min(length, self.texts.context_length))
+            longest = max(longest, min(length, self.plan.context_length))
         return longest
 
     def _fits(self, job: Job) -> bool:
@@ -212,7 +208,7 @@ class Bench:
                 "the batch size or max_new_tokens",
                 job.place,
             )
-            turn = job.batch.turns[0]
+            turn = job.turns[0]
             known = {failure.cell for failure in self.out_of_memory}
             failures = [job.out_of_memory(method) for method in self.plan.methods[turn.temperature, turn.batch_size]]
             self.out_of_memory.extend(failure for failure in failures if failure.cell not in known)
@@ -222,20 +218,20 @@ class Bench:
 
     def _records(self, job: Job, generation: Generation) -> list[EvalRecord]:
         """Build one record for each row of a batch."""
-        rows = range(len(job.batch.turns))
+        rows = range(len(job.turns))
         drafts = self._drafts(job) if job.profiled and job.method.name != BASELINE else [None for _ in rows]
         return [self._record(job, row, generation, drafts[row]) for row in rows]
 
     def _drafts(self, job: Job) -> list[Drafts] | list[None]:
         """Decode a batch again, and follow its drafts; nothing where memory runs out."""
-        turns = job.batch.turns
+        turns = job.turns
         trace = partial(
             trace_drafts,
             self.target,
             job.method.drafter,
             self.rules[turns[0].temperature],
-            self.texts.tokenizer,
-            job.batch.input_ids,
+            self.plan.tokenizer,
+            job.input_ids,
             seeds=[self._seed(turn) for turn in turns],
             max_new_tokens=self.config.max_new_tokens,
             stop_ids=self.target.stop_ids,
@@ -243,7 +239,7 @@ class Bench:
         return within_memory(trace, self.target) or [None for _ in turns]
 
     def _record(self, job: Job, row: int, generation: Generation, drafts: Drafts | None) -> EvalRecord:
-        turn, input_ids, answer = job.batch.turns[row], job.batch.input_ids[row], generation.answer(row)
+        turn, input_ids, answer = job.turns[row], job.input_ids[row], generation.answer(row)
         return EvalRecord(
             # 1. The prompt, and how it was answered.
             suite=turn.suite.name,
@@ -254,8 +250,8 @@ class Bench:
             turn=turn.turn,
             temperature=turn.temperature,
             batch_size=turn.batch_size,
-            batch=job.batch.index,
-            num_rows=len(job.batch.turns),
+            batch=job.group,
+            num_rows=len(job.turns),
             method=job.method.name,
             label=job.method.label,
             repeat=job.repeat,
