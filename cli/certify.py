@@ -61,8 +61,8 @@ def certify_command(options: CertifyOptions, line: CommandLine) -> None:
     output = options.output
     with guarded(output):
         config = with_limit(options.eval, options.limit)
-        with loaded_with("certify", config, options, line) as (drafters, target):
-            lines, subject = _decode(config, drafters, target, unfinished_file(output))
+        drafters, target = loaded_with("certify", config, options, line)
+        lines, subject = _decode(config, drafters, target, unfinished_file(output))
 
         # 2. Write the certificate and print it.
         write_certificate(lines, subject, output)

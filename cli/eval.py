@@ -85,10 +85,10 @@ def eval_command(options: EvalOptions, line: CommandLine) -> None:
     from ..eval.tune.run import tuned_settings
 
     config, output = with_limit(options.eval, options.limit), options.output
-    with loaded_with("eval", config, options, line) as (drafters, target):
-        tuned = tuned_settings(config, target, drafters) if options.tuned else None
-        with guarded(output, folders=[output]):
-            rows = evaluate(config, target, target.tokenizer, drafters, output, tuned=tuned)
+    drafters, target = loaded_with("eval", config, options, line)
+    tuned = tuned_settings(config, target, drafters) if options.tuned else None
+    with guarded(output, folders=[output]):
+        rows = evaluate(config, target, target.tokenizer, drafters, output, tuned=tuned)
     if not _print_results(rows, output):
         raise SystemExit(1)
 

@@ -43,7 +43,6 @@ def test_a_target_and_a_drafter_are_certified(decoding, dtype, monkeypatch, tmp_
     monkeypatch.setattr(certify, "NullDrafter", null_drafter)
     result = invoke(["certify", *decoding, "--dtype", dtype, "--num-threads", "2"])
     assert result.exit_code == 0, result.output
-    assert torch.get_num_threads() == 1, "as before"
     assert len(decoded_plainly) == 2, "each prompt once for all checks"
     assert "LOSSLESS" in result.output
     certificate = json.loads((tmp_path / "certificate.json").read_text())
