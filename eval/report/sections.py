@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..records.names import OOM, RECORDS_FILE
-from ..records.records import read_records
-from ..results.explain import CAUSES, advice, explain
+from ..records.names import OOM
+from ..results.explain import CAUSES, advice, explain_folder
 from ..results.notes import PACE_NOTE, measured_notes, problems
 from ..results.rows import depends_on_clock, fault, is_broken, is_lossy, is_wrong, units
 from ..results.tables import PHASES, cells
@@ -223,18 +222,16 @@ def misses(group: Group) -> list[PageTable]:
     """Build a table of each folder's misses by cause, with the next steps; only of answers whose drafts were recorded."""
     tables = []
     for run in group.runs:
-        path = run.directory / RECORDS_FILE
-        traced = [record for record in read_records(path).values() if record.drafts is not None] if path.is_file() else []
-        if not traced:
-            continue
         lines, notes = list[Line](), list[str]()
-        for explained in explain(traced, {row["label"]: row["training"] for row in run.rows}, run.info.config["chat_template"]):
+        for explained in explain_folder(run.directory):
             counts = {cause.name: cause.count for cause in explained.causes}
             shares = [number(counts.get(cause, 0) / max(1, explained.num_misses), ".0%") for cause in CAUSES]
             figures = [Value(text=f"{explained.num_misses:,} of {len(explained.steps):,}"), number(explained.tokens_per_step)]
             lines.append(Line(label=explained.label, values=[*shares, *figures]))
             steps = [*filter(None, [explained.doubt]), *advice(explained)]
             notes.append(f"{explained.label}: {'; '.join(steps) if steps else 'no miss'}")
+        if not lines:
+            continue
         columns = [*(TableColumn(name=cause, kind="heat") for cause in CAUSES), TableColumn(name="Misses")]
         columns.append(TableColumn(name="Tokens per step"))
         caption = f"Answers of {run.name} whose drafts were recorded: share of misses by cause"
