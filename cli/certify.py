@@ -92,7 +92,7 @@ def _decode(
     (methods,) = methods_by_place(config, specs, loaded, target).values()
     named = [replace(method, name=method.label) for method in methods if method.name in specs]
     suites = load_suites(config)
-    checks = decoding_checks(target, named, target.tokenizer, suites, max_new_tokens=config.max_new_tokens)
+    checks = decoding_checks(target, named, suites, max_new_tokens=config.max_new_tokens)
 
     # 2. Describe what is certified: the target, its form, and the drafters' weights.
     subject = {

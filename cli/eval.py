@@ -88,7 +88,7 @@ def eval_command(options: EvalOptions, line: CommandLine) -> None:
     drafters, target = loaded_with("eval", config, options, line)
     tuned = tuned_settings(config, target, drafters) if options.tuned else None
     with guarded(output, folders=[output]):
-        rows = evaluate(config, target, target.tokenizer, drafters, output, tuned=tuned)
+        rows = evaluate(config, target, drafters, output, tuned=tuned)
     if not _print_results(rows, output):
         raise SystemExit(1)
 

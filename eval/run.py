@@ -7,8 +7,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from ..data.chat import template_digest
 from ..data.fields import differences, name_digests, raise_problems
 from ..data.files import atomic_write_text, sha256_file, write_json
@@ -64,7 +62,6 @@ DIGESTS = {
 def evaluate(
     config: EvalConfig,
     target: HFTarget,
-    tokenizer: PreTrainedTokenizerBase,
     drafters: Drafters,
     output_dir: Path,
     settings: Settings | None = None,
@@ -82,14 +79,14 @@ def evaluate(
     with ExitStack() as stack:
         loaded = load_drafters(specs, target)
         limit = context_length(target, loaded.values())
-        require_room(config, suites, tokenizer, limit)
-        warn_of_templates(specs, tokenizer)
+        require_room(config, suites, target.tokenizer, limit)
+        warn_of_templates(specs, target)
         # 2. Start or resume the run's folder. A resumed run computes linear layers as its first process did.
         parts = [part for drafter in loaded.values() for part in trained_parts(drafter)]
         path = output_dir / RUN_FILE
         target.choose_linears(*parts, recorded=read_info(path).environment.linears if path.exists() else None)
         environment = describe_environment(target.device, target.linears)
-        info = open_run(output_dir, recorded_config(config, suites, target, tokenizer, specs), environment, target)
+        info = open_run(output_dir, recorded_config(config, suites, target, specs), environment, target)
         file = stack.enter_context(RecordFile(output_dir / RECORDS_FILE))
         require_own_records(file, info)
         # 3. Measure the answers that the records lack.
@@ -97,13 +94,12 @@ def evaluate(
             suites=suites,
             methods=methods_by_place(config, specs, loaded, target),
             config=config,
-            tokenizer=tokenizer,
-            device=target.device,
+            target=target,
             context_length=limit,
             records=file.records,
         )
         rules = {temperature: acceptance_rule(config.acceptance, temperature, target) for temperature in config.temperatures}
-        bench = Bench(target=target, plan=plan, rules=rules, environment=environment, file=file, info=info)
+        bench = Bench(plan=plan, rules=rules, environment=environment, file=file, info=info)
         bench.measure()
         records = complete(file.records.values(), bench.out_of_memory)
         check_measured(bench, records)
@@ -115,7 +111,7 @@ def evaluate(
     write_results(rows, output_dir)
     digest = {"summary_sha256": sha256_file(output_dir / SUMMARY_FILE)}
     write_json(output_dir / FACTS_FILE, {**dataclasses.asdict(facts), **digest})
-    write_answers(records, suites, tokenizer, output_dir / ANSWERS_DIR, file.path.stat().st_mtime)
+    write_answers(records, suites, target.tokenizer, output_dir / ANSWERS_DIR, file.path.stat().st_mtime)
     return rows
 
 
@@ -143,11 +139,11 @@ def check_inputs(config: EvalConfig, drafters: Drafters, settings: Settings | No
             read_training_facts(folder)
 
 
-def warn_of_templates(specs: Mapping[str, MethodSpec], tokenizer: PreTrainedTokenizerBase) -> None:
+def warn_of_templates(specs: Mapping[str, MethodSpec], target: HFTarget) -> None:
     """Warn of trained drafters that have seen another chat template than that of the prompts."""
     for folder in dict.fromkeys(folder for spec in specs.values() for folder in spec.parts.folders):
         facts = read_training_facts(folder)
-        if facts is not None and facts.chat_template not in (None, template_digest(tokenizer)):
+        if facts is not None and facts.chat_template not in (None, template_digest(target.tokenizer)):
             logger.warning("%s was trained with another chat template: it will accept less", folder)
 
 
@@ -199,7 +195,6 @@ def recorded_config(
     config: EvalConfig,
     suites: Sequence[PromptSet],
     target: HFTarget,
-    tokenizer: PreTrainedTokenizerBase,
     specs: Mapping[str, MethodSpec],
 ) -> dict[str, Any]:
     """Collect everything that a record depends on, except the environment.
@@ -216,7 +211,7 @@ def recorded_config(
             **recorded_budget(target),
             **recorded_stages(target),
         },
-        "chat_template": template_digest(tokenizer),
+        "chat_template": template_digest(target.tokenizer),
         "methods": recorded_methods(specs),
         **{name: getattr(config, name) for name in RECORDED_OPTIONS},
     }

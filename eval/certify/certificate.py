@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from rich.table import Table
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from ...data.fields import differences
 from ...data.files import read_dataclass, write_json
@@ -103,7 +102,6 @@ def _kept_lines(path: Path, request: dict[str, Any]) -> list[CertificateLine]:
 def decoding_checks(
     target: HFTarget,
     methods: Sequence[Method],
-    tokenizer: PreTrainedTokenizerBase,
     suites: Sequence[PromptSet],
     *,
     max_new_tokens: int,
@@ -117,7 +115,7 @@ def decoding_checks(
     the order of computation causes (see `Audit`).
     """
     # 1. Encode the prompts that fit.
-    prompts = [first_turn_ids(prompt, tokenizer).to(target.device) for suite in suites for prompt in suite.prompts]
+    prompts = [first_turn_ids(prompt, target.tokenizer).to(target.device) for suite in suites for prompt in suite.prompts]
     room = target.context_length - max(max_new_tokens, SAMPLED_TOKENS)
     prompts = [prompt for prompt in prompts if prompt.shape[1] <= room]
     if not prompts:

@@ -41,7 +41,6 @@ class Bench:
     `rules` are by temperature.
     """
 
-    target: HFTarget
     plan: Plan
     rules: Mapping[float, AcceptanceRule]
     environment: Environment
@@ -55,6 +54,10 @@ class Bench:
     @property
     def config(self) -> EvalConfig:
         return self.plan.config
+
+    @property
+    def target(self) -> HFTarget:
+        return self.plan.target
 
     @property
     def computes(self) -> bool:
@@ -185,7 +188,7 @@ class Bench:
         """Compute the tokens of the suite's longest text: all turns and answers that have room."""
         longest = 0
         for prompt in self.plan.fitting(suite, suite.prompts):
-            prompts = [encode_prompt(prompt.messages(text), self.plan.tokenizer, prompt.tools) for text in prompt.turns]
+            prompts = [encode_prompt(prompt.messages(text), self.target.tokenizer, prompt.tools) for text in prompt.turns]
             turns = [ids.shape[1] for ids in prompts]
             length = sum(turns) + len(turns) * self.config.max_new_tokens
             longest = max(longest, min(length, self.plan.context_length))
@@ -230,7 +233,7 @@ class Bench:
             self.target,
             job.method.drafter,
             self.rules[turns[0].temperature],
-            self.plan.tokenizer,
+            self.target.tokenizer,
             job.input_ids,
             seeds=[self._seed(turn) for turn in turns],
             max_new_tokens=self.config.max_new_tokens,

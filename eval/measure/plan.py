@@ -16,6 +16,7 @@ from ...data.suites import Prompt, PromptSet
 from ...models.decoding.loop import generate
 from ...models.decoding.protocols import Drafter
 from ...models.drafters.merged import MergedDrafter
+from ...models.llm.hf_target import HFTarget
 from ..config import EvalConfig
 from ..records.records import BASELINE, EvalRecord, RecordKey, digest_of
 from ..records.run_files import OutOfMemory, Place
@@ -181,8 +182,7 @@ class Plan:
     suites: Sequence[PromptSet]
     methods: Mapping[Place, Sequence[Method]]
     config: EvalConfig
-    tokenizer: PreTrainedTokenizerBase
-    device: torch.device
+    target: HFTarget
     context_length: int
     """Tokens, prompt and answer together, that the target and all drafters can read."""
     records: Mapping[RecordKey, EvalRecord]
@@ -221,7 +221,7 @@ class Plan:
         messages: list[Turn] = []
         for index, text in enumerate(prompt.turns):
             messages += [Turn(role="user", content=text)] if index else prompt.messages(text)
-            input_ids = encode_prompt(messages, self.tokenizer, prompt.tools).to(self.device)
+            input_ids = encode_prompt(messages, self.target.tokenizer, prompt.tools).to(self.target.device)
             if input_ids.shape[1] + self.config.max_new_tokens > self.context_length:
                 return
             turn = PromptTurn(
@@ -235,7 +235,7 @@ class Plan:
             yield turn
             if index + 1 < len(prompt.turns):
                 answer = self.records[turn.key(BASELINE)].token_ids
-                decoded = str(self.tokenizer.decode(answer, skip_special_tokens=True))
+                decoded = str(self.target.tokenizer.decode(answer, skip_special_tokens=True))
                 messages.append(Turn(role="assistant", content=decoded))
 
     @property
