@@ -79,7 +79,7 @@ def _decode(
 ) -> "tuple[list[CertificateLine], dict[str, Any]]":
     """Run the checks of a loaded target."""
     from ..data.files import sha256_json
-    from ..eval.certify.certificate import decoding_checks, recorded_linears, run_checks
+    from ..eval.certify.certificate import decoding_checks, read_unfinished, run_checks
     from ..eval.measure.environment import describe_environment, recorded_stages
     from ..eval.measure.methods import load_drafters, method_specs, methods_by_place, recorded_methods
     from ..eval.run import load_suites
@@ -109,6 +109,7 @@ def _decode(
     }
     request = {**subject, "max_new_tokens": config.max_new_tokens, "methods": recorded_methods(specs)}
     # 3. Run the checks, with linear layers as for the lines that are kept.
-    target.choose_linears(*parts, recorded=recorded_linears(unfinished, request))
+    kept = read_unfinished(unfinished, request)
+    target.choose_linears(*parts, recorded=None if kept is None else kept.request["environment"]["linears"])
     subject["environment"]["linears"] = target.linears
-    return run_checks(checks, unfinished, request), subject
+    return run_checks(checks, unfinished, request, kept), subject
