@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from ..data.fields import OPTIONS, problems_of
 from ..data.paths import expand_home
-from .command_line import CommandLine, read_command_line
+from .command_line import CommandLine, merged, read_command_line
 from .describe import sections_of
 
 T = TypeVar("T")
@@ -94,12 +94,3 @@ def build_options(cls: type[T], arguments: Sequence[str]) -> tuple[T, CommandLin
     # 2. Build the configuration.
     values = merged(getattr(cls, "DEFAULTS", {}), line.nested())
     return build(cls, values, line.problems), line
-
-
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested values with those of `above` on top."""
-    both = {**below, **above}
-    for name in below.keys() & above.keys():
-        if isinstance(below[name], Mapping) and isinstance(above[name], Mapping):
-            both[name] = merged(below[name], above[name])
-    return both
