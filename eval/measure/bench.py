@@ -78,7 +78,7 @@ class Bench:
         try:
             with tqdm(total=total, initial=len(records), desc="eval", unit="answer") as progress:
                 for job in self.plan.jobs(self._fits):
-                    if job.is_in(records):
+                    if all(key in records for key in job.keys_of(job.repeat)):
                         continue
                     if not is_warm:
                         self.require_environment()

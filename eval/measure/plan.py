@@ -1,7 +1,7 @@
 """The plan of a measurement: its texts in batches, and which method decodes which batch, in which order."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product, zip_longest
 from typing import Any, TypeVar
@@ -134,10 +134,6 @@ class Job:
     def keys_of(self, repeat: int) -> list[RecordKey]:
         """Build the keys of the answers' records in a repeat."""
         return [turn.key(self.method.name, repeat=repeat, profiled=self.profiled) for turn in self.turns]
-
-    def is_in(self, records: Collection[RecordKey]) -> bool:
-        """Check whether the records have all answers of the job."""
-        return all(key in records for key in self.keys_of(self.repeat))
 
     @property
     def place(self) -> str:
