@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
+from typing import Any
 
 from tqdm import tqdm
 
@@ -133,18 +134,16 @@ class Bench:
         return answer_seed(self.config.seed, turn.suite.name, turn.prompt.id, turn.turn)
 
     def _time(self, job: Job, max_new_tokens: int, *, timed: bool = False) -> Generation:
-        turns = job.turns
-        return time_generation(
-            self.target,
-            job.method.drafter,
-            self.rules[turns[0].temperature],
-            job.input_ids,
-            max_new_tokens=max_new_tokens,
-            stop_ids=self.target.stop_ids,
-            seeds=[self._seed(turn) for turn in turns],
-            timed=timed,
-            loop=job.method.loop,
-        )
+        options = {**self._options(job), "max_new_tokens": max_new_tokens, "timed": timed, "loop": job.method.loop}
+        return time_generation(self.target, job.method.drafter, self._rule(job), job.input_ids, **options)
+
+    def _rule(self, job: Job) -> AcceptanceRule:
+        return self.rules[job.turns[0].temperature]
+
+    def _options(self, job: Job) -> dict[str, Any]:
+        """Return the options of decoding a batch: when answers end, and their seeds."""
+        seeds = [self._seed(turn) for turn in job.turns]
+        return {"max_new_tokens": self.config.max_new_tokens, "stop_ids": self.target.stop_ids, "seeds": seeds}
 
     def _warm_up(self) -> None:
         """Let every method answer the longest prompts that fit, at each temperature and batch size.
@@ -220,26 +219,12 @@ class Bench:
             self.out_of_memory.append(job.out_of_memory(job.method))
 
     def _records(self, job: Job, generation: Generation) -> list[EvalRecord]:
-        """Build one record for each row of a batch."""
-        rows = range(len(job.turns))
-        drafts = self._drafts(job) if job.profiled and job.method.name != BASELINE else [None for _ in rows]
-        return [self._record(job, row, generation, drafts[row]) for row in rows]
-
-    def _drafts(self, job: Job) -> list[Drafts] | list[None]:
-        """Decode a batch again, and follow its drafts; nothing where memory runs out."""
-        turns = job.turns
-        trace = partial(
-            trace_drafts,
-            self.target,
-            job.method.drafter,
-            self.rules[turns[0].temperature],
-            self.target.tokenizer,
-            job.input_ids,
-            seeds=[self._seed(turn) for turn in turns],
-            max_new_tokens=self.config.max_new_tokens,
-            stop_ids=self.target.stop_ids,
-        )
-        return within_memory(trace, self.target) or [None for _ in turns]
+        """Build one record for each row of a batch. Drafts are followed in another decoding, if memory allows it."""
+        drafts: list[Drafts] | None = None
+        if job.profiled and job.method.name != BASELINE:
+            parts = (job.method.drafter, self._rule(job), self.target.tokenizer, job.input_ids)
+            drafts = within_memory(partial(trace_drafts, self.target, *parts, **self._options(job)), self.target)
+        return [self._record(job, row, generation, drafts[row] if drafts else None) for row in range(len(job.turns))]
 
     def _record(self, job: Job, row: int, generation: Generation, drafts: Drafts | None) -> EvalRecord:
         turn, input_ids, answer = job.turns[row], job.input_ids[row], generation.answer(row)
@@ -268,7 +253,7 @@ class Bench:
             num_verify_tokens=len(answer.token_ids) - 1,
             num_draft_tokens=answer.num_draft_tokens,
             # Plain decoding has no drafts, so every rule samples from the target's distribution.
-            lossless_rule=self.rules[turn.temperature].lossless or job.method.name == BASELINE,
+            lossless_rule=self._rule(job).lossless or job.method.name == BASELINE,
             truncated=answer.token_ids[-1] not in self.target.stop_ids,
             accepted_by=count_by_source(answer.accepted_origins, job.method.sources, answer.num_accepted),
             pace=job.method.pace,
