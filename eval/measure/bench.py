@@ -195,7 +195,7 @@ class Bench:
 
     def _fits(self, job: Job) -> bool:
         """Check that a job's method has not run out of memory."""
-        return job.out_of_memory(job.method).cell not in {failure.cell for failure in self.out_of_memory}
+        return OutOfMemory(**job.cell_of(job.method)).cell not in {failure.cell for failure in self.out_of_memory}
 
     def _leave_out(self, job: Job) -> None:
         """Record which method ran out of memory; plain decoding takes all methods with it.
@@ -212,11 +212,11 @@ class Bench:
             )
             turn = job.turns[0]
             known = {failure.cell for failure in self.out_of_memory}
-            failures = [job.out_of_memory(method) for method in self.plan.methods[turn.temperature, turn.batch_size]]
+            failures = [OutOfMemory(**job.cell_of(method)) for method in self.plan.methods[turn.temperature, turn.batch_size]]
             self.out_of_memory.extend(failure for failure in failures if failure.cell not in known)
         else:
             logger.warning("%s ran out of memory on %s: its row in the table is %s", job.method.name, job.place, OOM)
-            self.out_of_memory.append(job.out_of_memory(job.method))
+            self.out_of_memory.append(OutOfMemory(**job.cell_of(job.method)))
 
     def _records(self, job: Job, generation: Generation) -> list[EvalRecord]:
         """Build one record for each row of a batch. Drafts are followed in another decoding, if memory allows it."""
@@ -230,18 +230,12 @@ class Bench:
         turn, input_ids, answer = job.turns[row], job.input_ids[row], generation.answer(row)
         return EvalRecord(
             # 1. The prompt, and how it was answered.
-            suite=turn.suite.name,
-            prompt_set_revision=turn.suite.revision,
-            prompt_set_source=turn.suite.source,
+            **job.cell_of(job.method),
             prompt_id=turn.prompt.id,
             category=turn.prompt.category,
             turn=turn.turn,
-            temperature=turn.temperature,
-            batch_size=turn.batch_size,
             batch=job.group,
             num_rows=len(job.turns),
-            method=job.method.name,
-            label=job.method.label,
             repeat=job.repeat,
             profiled=job.profiled,
             context_from=BASELINE if turn.turn else None,

@@ -19,7 +19,7 @@ from ...models.drafters.merged import MergedDrafter
 from ...models.llm.hf_target import HFTarget
 from ..config import EvalConfig
 from ..records.records import BASELINE, EvalRecord, RecordKey, digest_of
-from ..records.run_files import OutOfMemory, Place
+from ..records.run_files import Place
 from .timing import Loop
 
 
@@ -141,18 +141,18 @@ class Job:
         turn = self.turns[0]
         return f"{turn.suite.name} (temperature {turn.temperature:g}, batch size {turn.batch_size})"
 
-    def out_of_memory(self, method: Method) -> OutOfMemory:
-        """Build the entry of `facts.json` for a method that ran out of memory here."""
+    def cell_of(self, method: Method) -> dict[str, Any]:
+        """Return the fields of `MeasuredCell` for a method that decodes here."""
         turn = self.turns[0]
-        return OutOfMemory(
-            suite=turn.suite.name,
-            prompt_set_revision=turn.suite.revision,
-            prompt_set_source=turn.suite.source,
-            temperature=turn.temperature,
-            batch_size=turn.batch_size,
-            method=method.name,
-            label=method.label,
-        )
+        return {
+            "suite": turn.suite.name,
+            "prompt_set_revision": turn.suite.revision,
+            "prompt_set_source": turn.suite.source,
+            "temperature": turn.temperature,
+            "batch_size": turn.batch_size,
+            "method": method.name,
+            "label": method.label,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
