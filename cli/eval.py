@@ -86,7 +86,7 @@ def eval_command(options: EvalOptions, line: CommandLine) -> None:
     drafters, target = loaded_with("eval", config, options, line)
     tuned = tuned_settings(config, target, drafters) if options.tuned else None
     with guarded(output, folders=[output]):
-        rows = evaluate(config, target, drafters, output, tuned=tuned)
+        rows = evaluate(config, target, target.tokenizer, drafters, output, tuned=tuned)
     console = Console()
     print_table(rows, console)
     console.print(f"Records, summary, tables and plots: {escape(str(output))}", soft_wrap=True)

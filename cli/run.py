@@ -179,7 +179,7 @@ def _evaluate(config: RunConfig, target: HFTarget, folder: Path, console: Consol
     """Evaluate the drafters, print the table, and write the report into the run's folder."""
     settings: Settings = {drafter.drafter_dir: drafter.settings for drafter in config.drafter_runs()}
     set_aside_evaluation(folder / "eval", [drafter.drafter_dir for drafter in config.drafter_runs()])
-    rows = evaluate(config.eval, target, [*settings], folder / "eval", settings)
+    rows = evaluate(config.eval, target, target.tokenizer, [*settings], folder / "eval", settings)
     print_table(rows, console)
     write_report([folder / "eval"], folder)
     return rows

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from ..data.chat import template_digest
 from ..data.fields import differences, name_digests, raise_problems
 from ..data.files import atomic_write_text, sha256_file, write_json
@@ -61,6 +63,7 @@ DIGESTS = {
 def evaluate(
     config: EvalConfig,
     target: HFTarget,
+    tokenizer: PreTrainedTokenizerBase,
     drafters: Drafters,
     output_dir: Path,
     settings: Settings | None = None,
@@ -77,14 +80,14 @@ def evaluate(
     specs = method_specs(config, drafters, settings, tuned)
     loaded = load_drafters(specs, target)
     limit = context_length(target, loaded.values())
-    require_room(config, suites, target.tokenizer, limit)
-    warn_of_templates(specs, target)
+    require_room(config, suites, tokenizer, limit)
+    warn_of_templates(specs, tokenizer)
     # 2. Start or resume the run's folder. A resumed run computes linear layers as its first process did.
     parts = [part for drafter in loaded.values() for part in trained_parts(drafter)]
     path = output_dir / RUN_FILE
     target.choose_linears(*parts, recorded=read_info(path).environment.linears if path.exists() else None)
     environment = describe_environment(target.device, target.linears)
-    info = open_run(output_dir, recorded_config(config, suites, target, specs), environment, target)
+    info = open_run(output_dir, recorded_config(config, suites, target, tokenizer, specs), environment, target)
     with RecordFile(output_dir / RECORDS_FILE) as file:
         require_own_records(file, info)
         # 3. Measure the answers that the records lack.
@@ -93,6 +96,7 @@ def evaluate(
             methods=methods_by_place(config, specs, loaded, target),
             config=config,
             target=target,
+            tokenizer=tokenizer,
             context_length=limit,
             records=file.records,
         )
@@ -116,7 +120,7 @@ def evaluate(
     write_results(rows, output_dir)
     digest = {"summary_sha256": sha256_file(output_dir / SUMMARY_FILE)}
     write_json(output_dir / FACTS_FILE, {**dataclasses.asdict(facts), **digest})
-    write_answers(records, suites, target.tokenizer, output_dir / ANSWERS_DIR, file.path.stat().st_mtime)
+    write_answers(records, suites, tokenizer, output_dir / ANSWERS_DIR, file.path.stat().st_mtime)
     return rows
 
 
@@ -131,11 +135,11 @@ def check_inputs(config: EvalConfig, drafters: Drafters, settings: Settings | No
             read_training_facts(folder)
 
 
-def warn_of_templates(specs: Mapping[str, MethodSpec], target: HFTarget) -> None:
+def warn_of_templates(specs: Mapping[str, MethodSpec], tokenizer: PreTrainedTokenizerBase) -> None:
     """Warn of trained drafters that have seen another chat template than that of the prompts."""
     for folder in dict.fromkeys(folder for spec in specs.values() for folder in spec.parts.folders):
         facts = read_training_facts(folder)
-        if facts is not None and facts.chat_template not in (None, template_digest(target.tokenizer)):
+        if facts is not None and facts.chat_template not in (None, template_digest(tokenizer)):
             logger.warning("%s was trained with another chat template: it will accept less", folder)
 
 
@@ -187,6 +191,7 @@ def recorded_config(
     config: EvalConfig,
     suites: Sequence[PromptSet],
     target: HFTarget,
+    tokenizer: PreTrainedTokenizerBase,
     specs: Mapping[str, MethodSpec],
 ) -> dict[str, Any]:
     """Collect everything that a record depends on, except the environment.
@@ -203,7 +208,7 @@ def recorded_config(
             **recorded_budget(target),
             **recorded_stages(target),
         },
-        "chat_template": template_digest(target.tokenizer),
+        "chat_template": template_digest(tokenizer),
         "methods": recorded_methods(specs),
         **{name: getattr(config, name) for name in RECORDED_OPTIONS},
     }

@@ -187,7 +187,7 @@ class Bench:
         """Compute the tokens of the suite's longest text: all turns and answers that have room."""
         longest = 0
         for prompt in self.plan.fitting(suite, suite.prompts):
-            prompts = [encode_prompt(prompt.messages(text), self.target.tokenizer, prompt.tools) for text in prompt.turns]
+            prompts = [encode_prompt(prompt.messages(text), self.plan.tokenizer, prompt.tools) for text in prompt.turns]
             turns = [ids.shape[1] for ids in prompts]
             length = sum(turns) + len(turns) * self.config.max_new_tokens
             longest = max(longest, min(length, self.plan.context_length))
@@ -222,7 +222,7 @@ class Bench:
         """Build one record for each row of a batch. Drafts are followed in another decoding, if memory allows it."""
         drafts: list[Drafts] | None = None
         if job.profiled and job.method.name != BASELINE:
-            parts = (job.method.drafter, self._rule(job), self.target.tokenizer, job.input_ids)
+            parts = (job.method.drafter, self._rule(job), self.plan.tokenizer, job.input_ids)
             drafts = within_memory(partial(trace_drafts, self.target, *parts, **self._options(job)), self.target)
         return [self._record(job, row, generation, drafts[row] if drafts else None) for row in range(len(job.turns))]
 

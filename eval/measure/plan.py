@@ -179,6 +179,7 @@ class Plan:
     methods: Mapping[Place, Sequence[Method]]
     config: EvalConfig
     target: HFTarget
+    tokenizer: PreTrainedTokenizerBase
     context_length: int
     """Tokens, prompt and answer together, that the target and all drafters can read."""
     records: Mapping[RecordKey, EvalRecord]
@@ -217,7 +218,7 @@ class Plan:
         messages: list[Turn] = []
         for index, text in enumerate(prompt.turns):
             messages += [Turn(role="user", content=text)] if index else prompt.messages(text)
-            input_ids = encode_prompt(messages, self.target.tokenizer, prompt.tools).to(self.target.device)
+            input_ids = encode_prompt(messages, self.tokenizer, prompt.tools).to(self.target.device)
             if input_ids.shape[1] + self.config.max_new_tokens > self.context_length:
                 return
             turn = PromptTurn(
@@ -231,7 +232,7 @@ class Plan:
             yield turn
             if index + 1 < len(prompt.turns):
                 answer = self.records[turn.key(BASELINE)].token_ids
-                decoded = str(self.target.tokenizer.decode(answer, skip_special_tokens=True))
+                decoded = str(self.tokenizer.decode(answer, skip_special_tokens=True))
                 messages.append(Turn(role="assistant", content=decoded))
 
     @property

@@ -64,7 +64,7 @@ def config(questions: Path) -> EvalConfig:
 @pytest.fixture
 def run_tiny(tiny_target: HFTarget, tiny_drafter_dir: Path, config: EvalConfig) -> Evaluate:
     def evaluate_tiny(output_dir: Path, target: HFTarget = tiny_target, **changes: Any) -> list[Row]:
-        return evaluate(replace(config, **changes), target, [tiny_drafter_dir], output_dir)
+        return evaluate(replace(config, **changes), target, target.tokenizer, [tiny_drafter_dir], output_dir)
 
     return evaluate_tiny
 
@@ -222,7 +222,7 @@ def test_each_tuned_setting_is_evaluated_at_its_temperature_and_batch_size(tiny_
 
     def evaluate_tuned(config: EvalConfig) -> list[Row]:
         choices = {tiny_drafter_dir: {key: tuned[key] for key in product(config.temperatures, config.batch_sizes)}}
-        return evaluate(config, tiny_target, [tiny_drafter_dir], tmp_path / "eval", tuned=choices)
+        return evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], tmp_path / "eval", tuned=choices)
 
     evaluate_tuned(replace(config, batch_sizes=[1]))
     rows = evaluate_tuned(config)  # This adds a batch size and its tuned setting.
@@ -333,7 +333,7 @@ def test_known_facts_of_a_drafters_training_are_shown(tiny_target, tiny_drafter_
     config = replace(config, settings=[{}])
 
     def evaluate_here() -> list[Row]:
-        return evaluate(config, tiny_target, [directory], tmp_path / "eval")
+        return evaluate(config, tiny_target, tiny_target.tokenizer, [directory], tmp_path / "eval")
 
     _, unknown = evaluate_here()
     assert (unknown["parameters"], unknown["training"]) == (parameters, None)
@@ -372,13 +372,15 @@ def test_typical_acceptance_is_marked_as_lossy(tiny_target: HFTarget, config: Ev
     drafter = build_drafter(parse_drafter({"kind": "draft_model", "init": "target_layers", "num_layers": 1}), tiny_target)
     save_drafter(drafter, tmp_path / "drafter", tiny_target.identity)
     config = replace(config, settings=[{}], temperatures=[0.0, 1.0], acceptance="typical")
-    rows = evaluate(config, tiny_target, [tmp_path / "drafter"], tmp_path / "eval")
+    rows = evaluate(config, tiny_target, tiny_target.tokenizer, [tmp_path / "drafter"], tmp_path / "eval")
     assert [row["lossless_label"] for row in rows] == ["yes", "yes", "yes", "no, by rule"]
     assert [row["lossless"] for row in rows] == [True, True, True, False]
     assert rows[3]["speedup"] is not None
     assert "typical acceptance (arXiv 2401.10774" in (tmp_path / "eval" / "table.md").read_text()
     with pytest.raises(ValueError, match="differs in acceptance"):
-        evaluate(replace(config, acceptance="exact"), tiny_target, [tmp_path / "drafter"], tmp_path / "eval")
+        evaluate(
+            replace(config, acceptance="exact"), tiny_target, tiny_target.tokenizer, [tmp_path / "drafter"], tmp_path / "eval"
+        )
 
 
 @pytest.mark.slow
@@ -388,7 +390,7 @@ def test_a_draft_model_is_evaluated_as_chain_and_tree(tiny_target, config, tmp_p
     save_drafter(drafter, tmp_path / "drafter", tiny_target.identity)
     settings: list[dict[str, Any]] = [{}, {"length": 3, "top_k": 2, "tree_nodes": 5}]
     config = replace(config, settings=settings, temperatures=[0.0, 1.0])
-    rows = evaluate(config, tiny_target, [tmp_path / "drafter"], tmp_path / "eval")
+    rows = evaluate(config, tiny_target, tiny_target.tokenizer, [tmp_path / "drafter"], tmp_path / "eval")
     assert [row["lossless_label"] for row in rows] == ["yes"] * 6
     assert [row["lossless"] for row in rows] == [True] * 6
     assert all(row["speedup"] is not None for row in rows)

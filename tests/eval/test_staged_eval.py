@@ -99,7 +99,7 @@ def test_samples_of_a_pipelined_drafter_are_those_of_plain_decoding(staged, tiny
         repeats=1,
     )
     drafters = [parse_drafter_name(f"draft_model:{tiny_target_dir}"), parse_drafter_name("suffix")]
-    rows = evaluate(config, staged, drafters, tmp_path / "out")
+    rows = evaluate(config, staged, staged.tokenizer, drafters, tmp_path / "out")
     assert [row["lossless_label"] for row in rows] == ["yes"] * 3
 
 

@@ -79,7 +79,7 @@ def test_evaluation_continues_after_a_drafter_runs_out_of_memory(
     monkeypatch.setattr(Redrafter, "propose", greedy_propose)
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device=str(device)))
     config = EvalConfig(suites=[SuiteConfig(name="words", path=str(questions))], max_new_tokens=8, batch_sizes=[1, 2])
-    rows = evaluate(config, target, [drafter_dir], tmp_path / "eval")
+    rows = evaluate(config, target, target.tokenizer, [drafter_dir], tmp_path / "eval")
     missing = [(row["batch_size"], row["method"]) for row in rows if row["out_of_memory"]]
     assert missing == [(2, "redrafter")]
     assert len(rows) == 4

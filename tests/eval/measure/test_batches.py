@@ -41,7 +41,7 @@ def run_tiny(tiny_target: HFTarget, tiny_drafter_dir: Path, tmp_path: Path) -> E
     def evaluate_tiny(output_dir: Path, **changes: Any) -> list[Row]:
         options: dict[str, Any] = {"batch_sizes": [1, 3], "max_new_tokens": NEW_TOKENS, "profile_prompts": 1, "repeats": 1}
         config = EvalConfig(suites=[SuiteConfig(name="spec_bench", path=str(suite))], **{**options, **changes})
-        return evaluate(config, tiny_target, [tiny_drafter_dir], output_dir)
+        return evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], output_dir)
 
     return evaluate_tiny
 

@@ -92,7 +92,7 @@ def run_tiny(tiny_target: HFTarget, tiny_drafter_dir: Path, tmp_path: Path, cloc
         options: dict[str, Any] = {"max_new_tokens": 5, "profile_prompts": 0, "repeats": 1, **changes}
         config = EvalConfig(suites=[SuiteConfig(name="spec_bench", path=str(suite))], **options)
         clock.decoded.clear()
-        return evaluate(config, tiny_target, [tiny_drafter_dir], output_dir)
+        return evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], output_dir)
 
     return evaluate_tiny
 

@@ -56,7 +56,7 @@ def test_accepted_drafts_are_counted_by_source_in_records_rows_and_categories(ti
     settings = [{"tree_nodes": 6, "pace": pace} for pace in ("expected", "fixed")]
     options |= {"batch_sizes": [3], "temperatures": [0.0, 1.0], "settings": settings}
     config = EvalConfig(suites=[SuiteConfig(name="spec_bench", path=str(suite))], **options)
-    rows = evaluate(config, tiny_target, [parse_drafter_name("+".join(NAMES))], tmp_path)
+    rows = evaluate(config, tiny_target, tiny_target.tokenizer, [parse_drafter_name("+".join(NAMES))], tmp_path)
     merged = [row for row in rows if row["method"] != "baseline"]
     assert [(row["temperature"], row["pace"]) for row in merged] == [
         (0.0, "expected"), (0.0, "fixed"), (1.0, "expected"), (1.0, "fixed")

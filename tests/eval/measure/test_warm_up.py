@@ -71,7 +71,7 @@ def evaluate_graphed(tiny_target: HFTarget, suites: list[SuiteConfig], tmp_path:
         graphed = HFTarget(tiny_target.model, tiny_target.tokenizer, tiny_target.identity, cuda_graphs=True)
         common: dict[str, Any] = {"suites": suites, "max_new_tokens": NEW_TOKENS, "repeats": 1, "profile_prompts": 1}
         config = EvalConfig(**common, **changes)
-        return evaluate(config, graphed, [tmp_path / "drafter"], tmp_path / "eval")
+        return evaluate(config, graphed, graphed.tokenizer, [tmp_path / "drafter"], tmp_path / "eval")
 
     return run
 
@@ -99,7 +99,7 @@ def test_a_warm_up_answers_two_prompts_briefly_with_each_method(tiny_target, tin
     monkeypatch.setattr(measure, "time_generation", counted)
     monkeypatch.setattr(measure, "WARMUP_TOKENS", 3)
     config = EvalConfig(suites=suites, max_new_tokens=4, profile_prompts=0, repeats=1, batch_sizes=[1, 2])
-    evaluate(config, tiny_target, [tiny_drafter_dir], tmp_path)
+    evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], tmp_path)
     warm_up = [call for call in calls if call[2] == measure.WARMUP_TOKENS]
     assert warm_up == calls[: len(warm_up)], "it comes first"
     assert [num_rows for num_rows, _, _ in warm_up] == [1, 1, 1, 1, 2, 2]

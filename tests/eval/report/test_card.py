@@ -506,7 +506,7 @@ def test_the_card_of_a_drafter_has_the_rows_of_its_merges(tiny_target, tiny_draf
         max_new_tokens=4,
         profile_prompts=0,
     )
-    evaluate(config, tiny_target, [tiny_drafter_dir], tmp_path / "eval")
+    evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], tmp_path / "eval")
     options = CardOptions(records=[tmp_path / "eval"])
     assert "| ReDrafter + Prompt lookup, 40 nodes, paced |" in model_card(tiny_drafter_dir, options)
 

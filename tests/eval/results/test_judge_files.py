@@ -23,7 +23,7 @@ def answers_of(tiny_target: HFTarget, drafter: Path, output: Path, suites: list[
         repeats=1,
         **{"max_new_tokens": 6, **changes},
     )
-    evaluate(config, tiny_target, [drafter], output)
+    evaluate(config, tiny_target, tiny_target.tokenizer, [drafter], output)
     return output / "answers"
 
 
