@@ -3,18 +3,18 @@
 This module doesn't import torch.
 """
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from textwrap import TextWrapper
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from ..data.fields import OPTIONS, problems_of
 from ..data.paths import expand_home
-from .command_line import CommandLine, read_command_line
+from .command_line import CommandLine, merged, read_command_line
 from .describe import sections_of
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ def build(cls: type[T], values: Mapping[str, Any], problems: Sequence[str] = ())
 def field_problems(cls: type, values: Mapping[str, Any]) -> list[str]:
     """Return a line for each unknown key, and each wrong or missing value, of a configuration's fields."""
     try:
-        _fields_of(cls).model_validate_json(_json(values), context=values.get("drafter"))
+        _fields_of(cls).validate_json(_json(values), context=values.get("drafter"))
     except ValidationError as error:
         return problems_of(error, known=_names(cls))
     return []
@@ -53,12 +53,9 @@ def _json(values: Mapping[str, Any]) -> str:
 
 
 @cache
-def _fields_of(cls: type) -> type[BaseModel]:
-    """Return a model with the fields of a configuration, which doesn't check them together."""
-    hints, own = get_type_hints(cls, include_extras=True), dataclasses.fields(cls)
-    is_required = {field.name: field.default is field.default_factory is dataclasses.MISSING for field in own}
-    definitions: Any = {field.name: (hints[field.name], ... if is_required[field.name] else None) for field in own}
-    return create_model(cls.__name__, __config__=OPTIONS, **definitions)
+def _fields_of(cls: type) -> TypeAdapter[Any]:
+    """Return a validator of a configuration's fields, which doesn't check them together."""
+    return TypeAdapter(dataclass(config=OPTIONS)(type(cls.__name__, (cls,), {"__post_init__": lambda self: None})))
 
 
 def problem_report(problems: Sequence[str]) -> str:
@@ -97,12 +94,3 @@ def build_options(cls: type[T], arguments: Sequence[str]) -> tuple[T, CommandLin
     # 2. Build the configuration.
     values = merged(getattr(cls, "DEFAULTS", {}), line.nested())
     return build(cls, values, line.problems), line
-
-
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested values with those of `above` on top."""
-    both = {**below, **above}
-    for name in below.keys() & above.keys():
-        if isinstance(below[name], Mapping) and isinstance(above[name], Mapping):
-            both[name] = merged(below[name], above[name])
-    return both

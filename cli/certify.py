@@ -61,8 +61,8 @@ def certify_command(options: CertifyOptions, line: CommandLine) -> None:
     output = options.output
     with guarded(output):
         config = with_limit(options.eval, options.limit)
-        with loaded_with("certify", config, options, line) as (drafters, target):
-            lines, subject = _decode(config, drafters, target, unfinished_file(output))
+        drafters, target = loaded_with("certify", config, options, line)
+        lines, subject = _decode(config, drafters, target, unfinished_file(output))
 
         # 2. Write the certificate and print it.
         write_certificate(lines, subject, output)
@@ -79,7 +79,7 @@ def _decode(
 ) -> "tuple[list[CertificateLine], dict[str, Any]]":
     """Run the checks of a loaded target."""
     from ..data.files import sha256_json
-    from ..eval.certify.certificate import decoding_checks, recorded_linears, run_checks
+    from ..eval.certify.certificate import decoding_checks, read_unfinished, run_checks
     from ..eval.measure.environment import describe_environment, recorded_stages
     from ..eval.measure.methods import load_drafters, method_specs, methods_by_place, recorded_methods
     from ..eval.run import load_suites
@@ -92,7 +92,7 @@ def _decode(
     (methods,) = methods_by_place(config, specs, loaded, target).values()
     named = [replace(method, name=method.label) for method in methods if method.name in specs]
     suites = load_suites(config)
-    checks = decoding_checks(target, named, target.tokenizer, suites, max_new_tokens=config.max_new_tokens)
+    checks = decoding_checks(target, named, suites, max_new_tokens=config.max_new_tokens)
 
     # 2. Describe what is certified: the target, its form, and the drafters' weights.
     subject = {
@@ -109,6 +109,7 @@ def _decode(
     }
     request = {**subject, "max_new_tokens": config.max_new_tokens, "methods": recorded_methods(specs)}
     # 3. Run the checks, with linear layers as for the lines that are kept.
-    target.choose_linears(*parts, recorded=recorded_linears(unfinished, request))
+    kept = read_unfinished(unfinished, request)
+    target.choose_linears(*parts, recorded=None if kept is None else kept.request["environment"]["linears"])
     subject["environment"]["linears"] = target.linears
-    return run_checks(checks, unfinished, request), subject
+    return run_checks(checks, unfinished, request, kept), subject

@@ -16,7 +16,7 @@ from rich.text import Text
 from ..data.conversations import Turn
 from ..data.fields import OPTIONS, PositiveInt, Seed
 from .errors import printable, starts_again
-from .options import BY_MACHINE, TargetOptions, cpu_threads
+from .options import BY_MACHINE, TargetOptions
 
 if TYPE_CHECKING:
     from .chat_answers import Answer, ChatModel
@@ -101,7 +101,7 @@ def chat_command(options: ChatOptions) -> None:
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    with starts_again("conversation"), cpu_threads(options.num_threads):
+    with starts_again("conversation"):
         target = options.load()
         limits = {"max_new_tokens": options.max_new_tokens, "seed": options.seed}
         model = ChatModel.load(target, parts, options.settings, temperature=options.temperature, **limits)

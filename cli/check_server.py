@@ -13,7 +13,7 @@ from ..data.fields import OPTIONS, NonNegativeInt, PositiveInt, SmallCount, diff
 from ..data.servers import server_address
 from ..eval.config import EvalConfig
 from .errors import starts_again
-from .options import BY_MACHINE, TargetOptions, cpu_threads, require_used, with_limit
+from .options import BY_MACHINE, TargetOptions, require_used, with_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,11 +101,11 @@ def check_server_command(options: CheckServerOptions) -> None:
     from ..eval.server.check import drafts_table, speed_table
     from ..models.llm.loading import default_device
 
-    with guarded(options.output), starts_again("check"), cpu_threads(options.num_threads):
+    with guarded(options.output), starts_again("check"):
         _require_writable(options.output)
         device = torch.device(options.target.device or default_device())
-        environment = asdict(describe_environment(device))  # of this command: the server has its own
         check = _check(options)
+        environment = asdict(describe_environment(device))  # of this command: the server has its own
         facts = {"url": options.url, "without": options.without, "environment": environment}
         write_json(options.output, {**facts, **check.as_json()})
     console = Console()

@@ -50,19 +50,20 @@ class CommandLine:
         """
         nested: dict[str, Any] = {}
         for name, value in self.values.items():
-            if name in without:
-                continue
-            *sections, last = name.split(".")
-            place = nested
-            for section in sections:
-                if not isinstance(place.setdefault(section, {}), dict):
-                    place[section] = {}
-                place = place[section]
-            if isinstance(value, dict) and isinstance(place.get(last), dict):
-                place[last].update(value)
-            else:
-                place[last] = value
+            if name not in without:
+                for part in reversed(name.split(".")):
+                    value = {part: value}
+                nested = merged(nested, value)
         return nested
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested values with those of `above` on top."""
+    both = {**below, **above}
+    for name in below.keys() & above.keys():
+        if isinstance(below[name], Mapping) and isinstance(above[name], Mapping):
+            both[name] = merged(below[name], above[name])
+    return both
 
 
 def read_command_line(

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..data.paths import expand_home
-from .build import build, field_problems, merged, problem_report
-from .command_line import CommandLine, read_command_line
+from .build import build, field_problems, problem_report
+from .command_line import CommandLine, merged, read_command_line
 from .config import RECIPE_COMMANDS, ForecastOptions, RunConfig, RunOptions
 from .describe import GROUPS, choices, recipe_sections, sections_of
 from .errors import user_errors

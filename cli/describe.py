@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, get_args, get_origin
@@ -298,10 +298,5 @@ def chosen_by(recipe: str) -> dict[str, str]:
 
 def _head_comment(path: Path) -> str:
     """Return the comment at the head of a file, without Hydra's package line."""
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        if not line.startswith("# @package"):
-            lines.append(line.removeprefix("#").removeprefix(" "))
-    return "\n".join(lines)
+    head = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+    return "\n".join(line.removeprefix("#").removeprefix(" ") for line in head if not line.startswith("# @package"))

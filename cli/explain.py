@@ -40,16 +40,13 @@ def explain_command(options: ExplainOptions) -> None:
     Each miss has one cause: the target itself was uncertain, the text had the token already, the drafter ranked it too
     low, or has not learned it.
     """
-    from ..eval.records.names import RECORDS_FILE, RUN_FILE
-    from ..eval.records.records import read_records
-    from ..eval.records.run_files import read_info
-    from ..eval.results.explain import explain
-    from ..eval.results.rows import read_rows
+    from ..eval.results.explain import explain_folder
 
-    rows = read_rows(options.directory)
-    training = {row["label"]: row["training"] for row in rows}
-    template = read_info(options.directory / RUN_FILE).config["chat_template"]
-    explained = explain(read_records(options.directory / RECORDS_FILE).values(), training, template)
+    if not (explained := explain_folder(options.directory)):
+        raise ValueError(
+            "no answer's drafts were recorded: they are those of eval.profile_prompts, which is 0 here, or the evaluation is "
+            "of an earlier version; evaluate again, for example with --eval.profile_prompts 16"
+        )
     chosen = [one for one in explained if options.method is None or options.method.lower() in one.label.lower()]
     if not chosen:
         labels = "; ".join(one.label for one in explained)

@@ -98,15 +98,13 @@ class ImportOptions:
     """Options of `outrider import`."""
 
     folder: str
-    """The published drafter: a folder, or a Hub id."""
+    """The published drafter: a folder, or user/name[@revision] on the Hub."""
     output: Path
     """Directory for the drafter. It must be new."""
     format: str | None = None
     """The format's name (see --to of outrider export). null: detected from the files."""
     setting: dict[str, Any] = field(default_factory=dict)
     """Options of the new drafter, such as {depth: 5, top_k: 8}."""
-    folder_revision: str | None = None
-    """Branch, tag or commit of the published drafter on the Hub."""
     target: TargetConfig
 
     POSITIONAL: ClassVar = ("folder",)
@@ -132,7 +130,7 @@ def import_command(options: ImportOptions) -> None:
     require_new(output)
     if options.format is not None:
         find_format(options.format)
-    directory = resolve_folder(folder, WANTED, options.folder_revision, ignore_patterns=UNWANTED)
+    directory = resolve_folder(folder, WANTED, ignore_patterns=UNWANTED)
     if not directory.is_dir():
         raise ValueError(f"{folder} is neither a local folder nor a name on the Hub; give a directory, or user/name")
     found = format_of(directory) if options.format is None else find_format(options.format)  # the target may take long

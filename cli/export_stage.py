@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..data.files import TEMPORARY, earlier_path, finish_replacing, replacing_directory
+from ..eval.config import CardOptions
 from ..eval.records.names import SUMMARY_FILE
 from ..eval.report.card import model_card
 from ..eval.report.card_figures import rows_of
-from ..eval.report.card_options import CardOptions
 from ..models.drafters.registry import DrafterSpec
 from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
 from ..models.export.config import ExportConfig
@@ -57,8 +57,8 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
         rows = rows_of(evaluation, directory) if (evaluation / SUMMARY_FILE).is_file() else []
         if noisy := dict.fromkeys(row["label"] for row in rows if row["noisy"]):
             log.warning("the measurement of %s is noisy, as the card of %s says", "; ".join(noisy), directory)
-        options = CardOptions(evaluations=[evaluation] if rows else [], run=folder, programs=programs_for(directory, target))
-        _package(directory, home / PACKAGE_FOLDER, options)
+        options = CardOptions(records=[evaluation] if rows else [], run=folder)
+        _package(directory, home / PACKAGE_FOLDER, model_card(directory, options, programs_for(directory, target)))
 
         # 2. Write the formats of this kind of drafter.
         saved = read_drafter_config(directory)
@@ -67,9 +67,8 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
             log.info("%s: the drafter in the format %s", home / FORMATS_FOLDER / name, name)
 
 
-def _package(drafter: Path, package: Path, options: CardOptions) -> None:
+def _package(drafter: Path, package: Path, card: str) -> None:
     """Write the folder for the Hub. One of this drafter with other content stays, and one of other weights is renamed."""
-    card = model_card(drafter, options)
     with tempfile.TemporaryDirectory(prefix=f".{package.name}.", suffix=TEMPORARY, dir=package.parent) as temporary:
         new = Path(temporary) / "new"
         make_package(drafter, new, card)

@@ -16,17 +16,14 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from rich.console import Console
 from tqdm import tqdm
 
-from ..data.chat import use_chat_template
 from ..data.config import SELF, DataConfig
 from ..data.files import locked, write_json
 from ..data.shards import label_store, read_shard, write_shard
 from ..data.types import DistilledExample
-from ..distill.regenerate.self_written import require_openings
 from ..eval.forecast.measure import (
     PACED_SHARE,
     Certainty,
@@ -52,15 +49,14 @@ from ..models.drafters import NullDrafter, load_drafter
 from ..models.drafters.saved.loading import trained_parts
 from ..models.drafters.saved.parts import DrafterParts
 from ..models.llm.hf_target import HFTarget
-from ..models.llm.loading import load_target
 from ..train.config import TrainConfig
 from ..train.processes import make_accelerator
 from ..train.run import train
 from .config import RunConfig
-from .errors import silence_bars, starts_again
+from .errors import starts_again
 from .forecast_page import MULTIPLES, print_forecast, record_of
 from .plan import Planner
-from .run import check_training, configure_logging, distil, prompt_overlap, require_inputs
+from .run import distil, load_checked_target, prepare, prompt_overlap
 
 log = logging.getLogger(__name__)
 
@@ -90,16 +86,9 @@ def forecast(config: RunConfig, minutes: float) -> None:
     if accelerator.num_processes > 1:
         raise ValueError("outrider forecast measures in one process; start it without `accelerate launch`")
     config = replace(config, stages=["distill", "train"])
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    configure_logging(is_main_process=True)
-    silence_bars()
-    require_inputs(config, plan=True)
+    prepare(config, accelerator, plan=True)
     suites = load_suites(config.eval)
-    target = load_target(config.target, accelerator.device)
-    use_chat_template(target.tokenizer, config.data.chat_template, config.data.template_options)
-    require_openings(config.data, target)
-    context_length = check_training(config, target, accelerator)
+    target, context_length = load_checked_target(config, accelerator)
     require_room(config.eval, suites, target.tokenizer, context_length)
     prompts = draw_prompts(suites, target, context_length - config.eval.max_new_tokens, MOST_PROMPTS, seed=config.seed)
     if len(prompts) < LEAST_PROMPTS:

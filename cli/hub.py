@@ -1,39 +1,23 @@
 """`outrider package`, `push` and `pull`: share drafters on the Hub."""
 
 import tempfile
-from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import ClassVar
 
-from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass
 
 from ..data.fields import OPTIONS
-from ..models.llm.config import check_method
+from ..eval.config import CardOptions
 
 
 @dataclass(kw_only=True, config=OPTIONS)
-class PackageOptions:
+class PackageOptions(CardOptions):
     """Options of `outrider package`."""
 
     drafter: str
     """A drafter's directory: the `drafter/` folder of a run; or DIR+suffix+recycling."""
     output: Path
     """The folder to write."""
-    records: list[Path] = field(default_factory=list)
-    """Folders of evaluations; their figures go into the model card."""
-    run: Path | None = None
-    """Folder of the training run; its data and cost go into the card."""
-    certificate: Path | None = None
-    """Certificate that `outrider certify` wrote."""
-    licence: str | None = None
-    """The drafter's licence, by the Hub's name: apache-2.0."""
-    base_model: str | None = None
-    """Hub id of the target, if training read it from a directory."""
-    quantization: Annotated[Any, AfterValidator(check_method)] = None
-    """Quantisation of the target in the card's code, as target.quantization. null: as in training."""
-    repo: str | None = None
-    """Hub id of the drafter, for the card's commands."""
 
     POSITIONAL: ClassVar = ("drafter",)
 
@@ -46,22 +30,12 @@ def package_command(options: PackageOptions) -> None:
     """
     from ..data.files import guarded
     from ..eval.report.card import model_card
-    from ..eval.report.card_options import CardOptions
     from ..models.drafters.saved.parts import parse_drafter_name
     from ..models.export.package import make_package, package_files
 
     # 1. Write the card from the evaluations and the run.
     parts, output = parse_drafter_name(options.drafter), options.output
-    card_options = CardOptions(
-        evaluations=options.records,
-        run=options.run,
-        certificate=options.certificate,
-        licence=options.licence,
-        base_model=options.base_model,
-        quantization=options.quantization,
-        repo=options.repo,
-    )
-    card = model_card(parts, card_options)
+    card = model_card(parts, options)
 
     # 2. Write the folder, and list it.
     with guarded(output):
@@ -182,7 +156,6 @@ def _is_bare_drafter(folder: Path) -> bool:
 def _package(drafter: Path, output: Path, repo: str) -> Path:
     """Write the Hub folder of a drafter's directory, and print the files that are left out."""
     from ..eval.report.card import model_card
-    from ..eval.report.card_options import CardOptions
     from ..models.drafters.saved.download import READ_FILES
     from ..models.export.package import make_package
 

@@ -1,8 +1,7 @@
 """What several commands do with their options before their work."""
 
 import sys
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,9 +35,13 @@ class TargetOptions:
     """CPU threads. null: torch's default."""
 
     def load(self) -> "HFTarget":
-        """Load the target with its chat template, as `load_chosen_target` does."""
+        """Set torch's threads, and load the target with its chat template, as `load_chosen_target` does."""
+        import torch
+
         from ..data.chat import use_chat_template
 
+        if self.num_threads is not None:
+            torch.set_num_threads(self.num_threads)
         if self.chat_template is not None:
             read_template(self.chat_template)  # a missing file is an error before the weights are read
         target = load_chosen_target(self.target)
@@ -64,10 +67,7 @@ def require_used(config: "EvalConfig", used: Collection[str], command: str) -> N
         raise ValueError(f"{', '.join(unused)}: `outrider {command}` doesn't use this; leave it out")
 
 
-@contextmanager
-def loaded_with(
-    command: str, config: "EvalConfig", options: Any, line: "CommandLine"
-) -> "Iterator[tuple[list[DrafterParts], HFTarget]]":
+def loaded_with(command: str, config: "EvalConfig", options: Any, line: "CommandLine") -> "tuple[list[DrafterParts], HFTarget]":
     """Check the drafters and the prompts of `eval` or `certify`, start the stages, and load the target."""
     from ..eval.run import check_inputs
     from ..models.drafters.saved.parts import parse_drafter_name
@@ -77,21 +77,7 @@ def loaded_with(
     raise_problems(stage_problems(config, options.target.stage_layers, kinds))
     check_inputs(config, drafters)
     launch_stages(command, line, options.target)
-    with cpu_threads(options.num_threads):
-        yield drafters, options.load()
-
-
-@contextmanager
-def cpu_threads(num_threads: int | None) -> Iterator[None]:
-    """Set torch's CPU threads inside the `with` block; None leaves them unchanged."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return drafters, options.load()
 
 
 def load_chosen_target(config: TargetConfig, *, needs_tokenizer: bool = True) -> "HFTarget":

@@ -41,7 +41,7 @@ from ..train.config import with_accumulation
 from ..train.results import CHECKPOINTS_DIR, describe_run, is_trained
 from .config import DrafterRun, RunConfig
 from .init import FIRST_TRY
-from .samples import PlainDecoding, sample_decoding, sample_labels, sample_training
+from .samples import batch_seconds, mean_tokens, sample_decoding, sample_labels, sample_training
 
 BUSY = 0.5
 """Load of the machine per core, before anything is measured, above which the times are called rough."""
@@ -181,13 +181,13 @@ class Planner:
         self.target.choose_linears()
         decoded = sample_decoding(self.target, [prompt_of(text) for text in texts[:size]], limit)
         self.target.plain_linears()
-        mean = decoded.mean_tokens(limit)
+        mean = mean_tokens(decoded, limit)
         if missing and not only_sample:
             # A batch ends with its longest answer.
             num_batches = math.ceil(count_turns(missing) / size / self.num_workers)
             self._add(
                 "answers",
-                seconds=num_batches * decoded.batch_seconds(float(min(limit, 2 * mean))),
+                seconds=num_batches * batch_seconds(decoded, float(min(limit, 2 * mean))),
                 lines=[f"{count_turns(missing):,} answers of about {mean:,.0f} tokens, in batches of {size}"],
             )
         return mean
@@ -230,7 +230,7 @@ class Planner:
             decoded = sample_decoding(target, prompts, options.validation_tokens)
             times = math.ceil(options.steps / (options.validate_every or options.steps)) + 1
             num_batches = math.ceil(options.validation_texts / self.num_workers / options.batch_size)
-            validation = times * num_batches * decoded.batch_seconds(float(options.validation_tokens))
+            validation = times * num_batches * batch_seconds(decoded, float(options.validation_tokens))
             lines.append(f"validation: {format_time(validation)}, at the speed of plain decoding")
             seconds += validation
         # 3. Memory and disk, from shapes.
@@ -265,10 +265,9 @@ class Planner:
         chosen = shuffled[: max(SAMPLED_PROMPTS, *config.batch_sizes)]
         prompts = [first_turn_ids(prompt, target.tokenizer)[0] for prompt in chosen]
         target.choose_linears()
-        mean = sample_decoding(target, prompts[:SAMPLED_PROMPTS], config.max_new_tokens).mean_tokens(config.max_new_tokens)
-        by_size: dict[int, PlainDecoding] = {
-            size: sample_decoding(target, prompts[:size], config.max_new_tokens) for size in config.batch_sizes
-        }
+        some = sample_decoding(target, prompts[:SAMPLED_PROMPTS], config.max_new_tokens)
+        mean = mean_tokens(some, config.max_new_tokens)
+        by_size = {size: sample_decoding(target, prompts[:size], config.max_new_tokens) for size in config.batch_sizes}
         # 2. Each method answers all turns. Some prompts are answered once more, with phases timed.
         num_drafted = self._num_drafted()
         methods = len(config.temperatures) * (1 + num_drafted / DRAFTED_SPEEDUP)
@@ -277,8 +276,10 @@ class Planner:
             number * config.profile_prompts / len(suite.prompts) for number, suite in zip(turns, suites, strict=True)
         )
         num_batched = sum(turns) * config.repeats + profiled
-        seconds = sum(num_batched / size * methods * decoded.batch_seconds(mean) for size, decoded in by_size.items())
-        speeds = [f"{size * mean / decoded.batch_seconds(mean):,.3g} in batches of {size}" for size, decoded in by_size.items()]
+        seconds = sum(num_batched / size * methods * batch_seconds(decoded, mean) for size, decoded in by_size.items())
+        speeds = [
+            f"{size * mean / batch_seconds(decoded, mean):,.3g} in batches of {size}" for size, decoded in by_size.items()
+        ]
         num_answers = sum(turns) * config.repeats * len(config.temperatures) * len(by_size) * (1 + num_drafted)
         self._add(
             "eval",

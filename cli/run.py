@@ -92,11 +92,7 @@ def run(config: RunConfig, *, plan: bool = False) -> None:
     for drafter in config.drafter_runs() if "train" in config.stages else ():
         shared, kind = config.target.tensor_parallel, sharding(accelerator)
         for_launch(drafter.train, accelerator.num_processes, sharded_by=kind, tensor_parallel=shared)  # before any long work
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    configure_logging(accelerator.is_main_process)
-    silence_bars()
-    require_inputs(config, plan=plan)
+    prepare(config, accelerator, plan=plan)
     folder = Path(config.output_dir)
     as_run = None if plan else _as_run(config, folder / CONFIG_FILE)
     with ExitStack() as stack:
@@ -108,9 +104,20 @@ def run(config: RunConfig, *, plan: bool = False) -> None:
             raise KeyboardInterrupt(" ".join([describe_kept(config), *map(str, interrupt.args)])) from None
 
 
-def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any] | None, accelerator: Accelerator) -> None:
-    """Run the stages, and write `as_run` as the run's configuration. None: only print the plan."""
-    # 1. Load the target, and check that the drafters fit it.
+def prepare(config: RunConfig, accelerator: Accelerator, *, plan: bool) -> None:
+    """Set up this process, and check what needs no target."""
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    configure_logging(accelerator.is_main_process)
+    silence_bars()
+    require_inputs(config, plan=plan)
+
+
+def load_checked_target(config: RunConfig, accelerator: Accelerator) -> tuple[HFTarget, int]:
+    """Load the target, check that the drafters fit it, and rehearse their training.
+
+    Returns it with the number of tokens that target and drafters can read.
+    """
     log.info("loading the target %s", config.target.name_or_path)
     target = load_target(config.target, accelerator.device)
     use_chat_template(target.tokenizer, config.data.chat_template, config.data.template_options)
@@ -118,7 +125,18 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any] | None, 
         require_openings(config.data, target)
     if {"distill", "train"} & {*config.stages} and isinstance(labels := training_labels(config), DistillConfig):
         require_features(labels, target)
-    context_length = check_training(config, target, accelerator) if "train" in config.stages else target.context_length
+    if "train" not in config.stages:
+        return target, target.context_length
+    for warning in require_trainable(config, target):
+        if accelerator.is_main_process:
+            log.warning("%s", warning)
+    return target, rehearse(config.drafter_runs(), training_labels(config), target, accelerator)
+
+
+def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any] | None, accelerator: Accelerator) -> None:
+    """Run the stages, and write `as_run` as the run's configuration. None: only print the plan."""
+    # 1. Load the target.
+    target, context_length = load_checked_target(config, accelerator)
     if as_run is None:
         _plan(config, target, folder, accelerator, context_length)
         return
@@ -153,30 +171,14 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any] | None, 
         raise SystemExit(NOT_LOSSLESS)
 
 
-def check_training(config: RunConfig, target: HFTarget, accelerator: Accelerator) -> int:
-    """Check the training of the drafters, and rehearse it.
-
-    Returns the number of tokens that target and drafters can read.
-    """
-    for warning in require_trainable(config, target):
-        if accelerator.is_main_process:
-            log.warning("%s", warning)
-    return rehearse(config.drafter_runs(), training_labels(config), target, accelerator)
-
-
 def _evaluate(config: RunConfig, target: HFTarget, folder: Path, console: Console) -> list[Row]:
     """Evaluate the drafters, print the table, and write the report into the run's folder."""
-    settings, folders = _settings(config), [drafter.drafter_dir for drafter in config.drafter_runs()]
-    set_aside_evaluation(folder / "eval", folders)
-    rows = evaluate(config.eval, target, target.tokenizer, folders, folder / "eval", settings)
+    settings: Settings = {drafter.drafter_dir: drafter.settings for drafter in config.drafter_runs()}
+    set_aside_evaluation(folder / "eval", [drafter.drafter_dir for drafter in config.drafter_runs()])
+    rows = evaluate(config.eval, target, target.tokenizer, [*settings], folder / "eval", settings)
     print_table(rows, console)
     write_report([folder / "eval"], folder)
     return rows
-
-
-def _settings(config: RunConfig) -> Settings:
-    """Return the settings to evaluate, by drafter."""
-    return {drafter.drafter_dir: drafter.settings for drafter in config.drafter_runs()}
 
 
 def _files_to_open(config: RunConfig, folder: Path) -> dict[Path, str]:
@@ -318,8 +320,8 @@ def require_inputs(config: RunConfig, *, plan: bool = False) -> None:
         for drafter in config.drafter_runs():
             require_horizon(drafter.drafter, manifest.horizon)
     if "eval" in config.stages:
-        settings = _settings(config)
-        check_inputs(config.eval, [] if "train" in config.stages else list(settings), settings)
+        settings: Settings = {drafter.drafter_dir: drafter.settings for drafter in config.drafter_runs()}
+        check_inputs(config.eval, [] if "train" in config.stages else [*settings], settings)
     if "export" in config.stages:
         for drafter in config.drafter_runs() if "train" not in config.stages else ():
             read_drafter_config(drafter.drafter_dir)
@@ -375,9 +377,6 @@ def configure_logging(is_main_process: bool) -> None:
     logging.getLogger("openai").setLevel(level)  # the client of the engine logs its retries there
 
 
-OWN_MODEL = "init my.yaml --target DIR_OR_ID --data FILE"
-
-
 def print_next(files: Mapping[Path, str], console: Console) -> None:
     """Print the files to open, each with its content, and the command for the user's own model."""
     width = max(len(str(path)) for path in files)
@@ -387,7 +386,7 @@ def print_next(files: Mapping[Path, str], console: Console) -> None:
     console.print(Text("Next, for your own model and data:", style="bold"))
     # A virtual environment that isn't active has its commands beside its Python only.
     command = "outrider" if shutil.which("outrider") else shlex.quote(str(Path(sys.executable).with_name("outrider")))
-    console.print(Text(f"  {command} {OWN_MODEL}"), soft_wrap=True)
+    console.print(Text(f"  {command} init my.yaml --target DIR_OR_ID --data FILE"), soft_wrap=True)
     if os.environ.get(COMMAND_VARIABLE, "").startswith("make "):  # in a clone
         console.print(Text("To see drafts at work, in a chat:", style="bold"))
         console.print(Text("  make chat"))

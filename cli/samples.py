@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle
 from statistics import median
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from ..data.types import DistilledExample, DrafterBatch, Example, TargetReads
 from ..distill.config import DistillConfig
 from ..distill.label.run import LabellingStats, label_shard
 from ..distill.plan import total
-from ..eval.measure.timing import time_generation
+from ..eval.measure.timing import Generation, time_generation
 from ..models.decoding import GreedyAcceptance
 from ..models.decoding.stopping import Finish
 from ..models.drafters import NullDrafter
@@ -60,47 +60,30 @@ def grow(step: Callable[[int], T], largest: int, target: HFTarget) -> list[T]:
             size, results = min(growth * size, largest), []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlainDecoding:
-    """Times and lengths of a batch of plain answers, cut where the measurement ended."""
+def mean_tokens(answers: Generation, most: int) -> float:
+    """Return the mean length of answers of at most `most` tokens.
 
-    prefill_seconds: float
-    decode_seconds: float
-    num_steps: int
-    """Steps after the prefill. Each one decodes a token of each answer."""
-    num_tokens: int
-    num_ended: int
-    """Answers that the target ended, not a limit."""
-
-    def mean_tokens(self, most: int) -> float:
-        """Return the mean length of answers of at most `most` tokens.
-
-        It takes every token to be the last one with the same probability, so answers that were cut
-        count, too.
-        """
-        probability = self.num_ended / self.num_tokens
-        return (1 - (1 - probability) ** most) / probability if probability else float(most)
-
-    def batch_seconds(self, num_tokens: float) -> float:
-        """Return the seconds of a batch whose longest answer has so many tokens."""
-        return self.prefill_seconds + self.decode_seconds / max(1, self.num_steps) * (num_tokens - 1)
+    It takes every token to be the last one with the same probability, so answers that were cut
+    count, too.
+    """
+    num_ended = [finish for step in answers.steps for finish in step.finishes].count(Finish.STOP_TOKEN)
+    probability = num_ended / answers.num_tokens
+    return (1 - (1 - probability) ** most) / probability if probability else float(most)
 
 
-def sample_decoding(target: HFTarget, prompts: Sequence[Int[torch.Tensor, " _"]], max_new_tokens: int) -> PlainDecoding:
+def batch_seconds(answers: Generation, num_tokens: float) -> float:
+    """Return the seconds of a batch whose longest answer has so many tokens. Each step decodes a token of each answer."""
+    return answers.prefill_seconds + answers.decode_seconds / max(1, len(answers.steps) - 1) * (num_tokens - 1)
+
+
+def sample_decoding(target: HFTarget, prompts: Sequence[Int[torch.Tensor, " _"]], max_new_tokens: int) -> Generation:
     """Answer a batch of prompts by plain decoding, up to a growing length."""
     room = max(1, target.context_length - max_new_tokens)
     on_device = [prompt[:room].long().to(target.device) for prompt in prompts]
 
-    def decode(size: int) -> PlainDecoding:
+    def decode(size: int) -> Generation:
         options: dict[str, Any] = {"max_new_tokens": size, "stop_ids": target.stop_ids, "seeds": [0] * len(on_device)}
-        generation = time_generation(target, NullDrafter(), GreedyAcceptance(), on_device, **options)
-        return PlainDecoding(
-            prefill_seconds=generation.prefill_seconds,
-            decode_seconds=generation.decode_seconds,
-            num_steps=len(generation.steps) - 1,
-            num_tokens=sum(len(tokens) for step in generation.steps for tokens in step.tokens),
-            num_ended=[finish for step in generation.steps for finish in step.finishes].count(Finish.STOP_TOKEN),
-        )
+        return time_generation(target, NullDrafter(), GreedyAcceptance(), on_device, **options)
 
     decoded = grow(decode, max_new_tokens, target)
     target.release_cache()

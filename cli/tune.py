@@ -13,7 +13,7 @@ from ..data.fields import OPTIONS, PositiveInt
 from ..data.paths import folders_of, looks_like_path
 from ..eval.config import EvalConfig
 from .errors import starts_again
-from .options import BY_MACHINE, TargetOptions, cpu_threads, require_used, with_limit
+from .options import BY_MACHINE, TargetOptions, require_used, with_limit
 
 if TYPE_CHECKING:
     from ..eval.tune.halving import Speed
@@ -86,7 +86,7 @@ def tune_command(options: TuneOptions) -> None:
 
     # 2. Tune, and print the choice.
     written = [output] if directory is None else [output, directory]
-    with guarded(*written, folders=[output]), starts_again("tuning"), cpu_threads(options.num_threads):
+    with guarded(*written, folders=[output]), starts_again("tuning"):
         loaded = options.load()
         tuning = tune(config, loaded, parts, output, write=options.write)
     _print_tuning(tuning, setting_namer(parts), directory, output)

@@ -54,9 +54,8 @@ def audit_answers(bench: Bench, records: Sequence[EvalRecord]) -> tuple[dict[str
         for (_, temperature, seed), group in groups.items():
             # 2. Rebuild the prompt, and audit its answers. Several methods may give the same.
             first = group[0]
-            turns = bench.texts.prompt_turns(*prompts[first.suite, first.prompt_id], temperature, first.batch_size)
+            turns = bench.plan.prompt_turns(*prompts[first.suite, first.prompt_id], temperature, first.batch_size)
             input_ids = next(turn.input_ids for turn in turns if turn.turn == first.turn)
-            assert input_ids is not None  # it fitted when it was measured
             options: dict[str, Any] = {"max_new_tokens": bench.config.max_new_tokens, "temperature": temperature, "seed": seed}
             answers = list(dict.fromkeys(tuple(one.token_ids) for one in group if one.answer_digest not in audited))
             length = input_ids.shape[1] + bench.config.max_new_tokens

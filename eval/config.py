@@ -1,4 +1,4 @@
-"""Configuration of the evaluation stage."""
+"""Configuration of the evaluation stage, and of model cards."""
 
 import re
 from collections import Counter
@@ -23,6 +23,7 @@ from ..data.fields import (
 )
 from ..data.paths import MODEL_PREFIX, SEPARATOR, TRAINING_FREE_NAMES, nearest_name
 from ..data.raw_records import SUFFIXES as FILE_SUFFIXES
+from ..models.llm.config import check_method
 from .records.names import PIPELINED
 
 ACCEPTANCES = ("exact", "typical")
@@ -133,6 +134,26 @@ class EvalConfig:
                 f"on drafts; set acceptance=exact, or decode={SYNCHRONOUS}"
             )
         raise_problems(problems)
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class CardOptions:
+    """What a model card is written from, beside the drafter's own files."""
+
+    records: list[Path] = field(default_factory=list)
+    """Folders of evaluations; their figures go into the model card."""
+    run: Path | None = None
+    """Folder of the training run; its data and cost go into the card."""
+    certificate: Path | None = None
+    """Certificate that `outrider certify` wrote."""
+    licence: str | None = None
+    """The drafter's licence, by the Hub's name: apache-2.0."""
+    base_model: str | None = None
+    """Hub id of the target, if training read it from a directory."""
+    quantization: Annotated[Any, AfterValidator(check_method)] = None
+    """Quantisation of the target in the card's code, as target.quantization. null: as in training."""
+    repo: str | None = None
+    """Hub id of the drafter, for the card's commands."""
 
 
 def stage_problems(config: EvalConfig, stage_layers: Sequence[int] | None, kinds: Collection[str] = ()) -> list[str]:

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from .measure.methods import (
     methods_by_place,
     recorded_methods,
 )
-from .measure.plan import Plan, Texts, require_room
+from .measure.plan import Plan, require_room
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .records.records import EvalRecord, RecordFile, group_name
 from .records.run_files import RECORDED_OPTIONS, DrafterFacts, Environment, Facts, RunInfo, read_info, write_info
@@ -79,31 +78,43 @@ def evaluate(
     raise_problems(stage_problems(config, recorded_stages(target).get("stage_layers")))
     suites = load_suites(config)
     specs = method_specs(config, drafters, settings, tuned)
-    with ExitStack() as stack:
-        loaded = load_drafters(specs, target)
-        limit = context_length(target, loaded.values())
-        require_room(config, suites, tokenizer, limit)
-        warn_of_templates(specs, tokenizer)
-        # 2. Start or resume the run's folder. A resumed run computes linear layers as its first process did.
-        parts = [part for drafter in loaded.values() for part in trained_parts(drafter)]
-        path = output_dir / RUN_FILE
-        target.choose_linears(*parts, recorded=read_info(path).environment.linears if path.exists() else None)
-        environment = describe_environment(target.device, target.linears)
-        info = open_run(output_dir, recorded_config(config, suites, target, tokenizer, specs), environment, target)
-        file = stack.enter_context(RecordFile(output_dir / RECORDS_FILE))
+    loaded = load_drafters(specs, target)
+    limit = context_length(target, loaded.values())
+    require_room(config, suites, tokenizer, limit)
+    warn_of_templates(specs, tokenizer)
+    # 2. Start or resume the run's folder. A resumed run computes linear layers as its first process did.
+    parts = [part for drafter in loaded.values() for part in trained_parts(drafter)]
+    path = output_dir / RUN_FILE
+    target.choose_linears(*parts, recorded=read_info(path).environment.linears if path.exists() else None)
+    environment = describe_environment(target.device, target.linears)
+    info = open_run(output_dir, recorded_config(config, suites, target, tokenizer, specs), environment, target)
+    with RecordFile(output_dir / RECORDS_FILE) as file:
         require_own_records(file, info)
         # 3. Measure the answers that the records lack.
-        texts = Texts(tokenizer=tokenizer, config=config, device=target.device, context_length=limit, records=file.records)
-        methods = methods_by_place(config, specs, loaded, target)
-        plan = Plan(suites=suites, methods=methods, texts=texts, config=config)
+        plan = Plan(
+            suites=suites,
+            methods=methods_by_place(config, specs, loaded, target),
+            config=config,
+            target=target,
+            tokenizer=tokenizer,
+            context_length=limit,
+            records=file.records,
+        )
         rules = {temperature: acceptance_rule(config.acceptance, temperature, target) for temperature in config.temperatures}
-        bench = Bench(target=target, plan=plan, rules=rules, environment=environment, file=file, info=info)
+        bench = Bench(plan=plan, rules=rules, environment=environment, file=file, info=info)
         bench.measure()
         records = complete(file.records.values(), bench.out_of_memory)
         check_measured(bench, records)
         # 4. Audit answers that differ from the baseline's.
-        by_method = {name: drafter_facts(drafter, specs[name].parts) for name, drafter in loaded.items()}
-        facts = audited_facts(bench, records, by_method)
+        audits, unaudited = audit_answers(bench, records)
+    facts = Facts(
+        drafters={name: drafter_facts(drafter, specs[name].parts) for name, drafter in loaded.items()},
+        num_turns={suite.name: sum(len(prompt.turns) for prompt in suite.prompts) for suite in suites},
+        audits=audits,
+        out_of_memory=bench.out_of_memory,
+        unaudited=unaudited,
+        budget=budget_facts(target),
+    )
     # 5. Write tables and plots, facts with the summary's digest, and answers.
     rows = rows_of(records, info, facts)
     write_results(rows, output_dir)
@@ -111,19 +122,6 @@ def evaluate(
     write_json(output_dir / FACTS_FILE, {**dataclasses.asdict(facts), **digest})
     write_answers(records, suites, tokenizer, output_dir / ANSWERS_DIR, file.path.stat().st_mtime)
     return rows
-
-
-def audited_facts(bench: Bench, records: Sequence[EvalRecord], drafters: dict[str, DrafterFacts]) -> Facts:
-    """Audit answers, and collect the facts that only the run can compute."""
-    audited, unaudited = audit_answers(bench, records)
-    return Facts(
-        drafters=drafters,
-        num_turns={suite.name: sum(len(prompt.turns) for prompt in suite.prompts) for suite in bench.plan.suites},
-        audits=audited,
-        out_of_memory=bench.out_of_memory,
-        unaudited=unaudited,
-        budget=budget_facts(bench.target),
-    )
 
 
 def check_inputs(config: EvalConfig, drafters: Drafters, settings: Settings | None = None) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from rich.table import Table
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from ...data.fields import differences
 from ...data.files import read_dataclass, write_json
@@ -56,30 +55,32 @@ def unfinished_file(certificate: Path) -> Path:
     return certificate.with_name(f"{certificate.name}.unfinished")
 
 
-def recorded_linears(path: Path, request: Mapping[str, Any]) -> dict[str, str] | None:
-    """Return how linear layers were computed for the lines that the file `path` keeps.
+def read_unfinished(path: Path, request: Mapping[str, Any]) -> Unfinished | None:
+    """Return what an interrupted run of the same request has kept in the file `path`; None if it kept nothing.
 
-    None without lines of this request, whose own `linears` don't count.
+    How linear layers were computed doesn't count: a resumed run computes them as for the lines that are kept.
     """
     if not path.is_file():
         return None
-    kept = read_dataclass(Unfinished, path).request
-    environment = kept.get("environment")
-    linears = environment.pop("linears", None) if isinstance(environment, dict) else None
-    wanted: dict[str, Any] = json.loads(json.dumps(request))
-    wanted["environment"].pop("linears")
-    return linears if isinstance(linears, dict) and not differences(kept, wanted) else None
+    kept = read_dataclass(Unfinished, path)
+    changes = differences(kept.request, json.loads(json.dumps(request)))
+    if others := [text for name, text in changes.items() if not name.startswith("environment.linears.")]:
+        logger.info("%s is replaced: it differs in %s", path, "; ".join(others))
+        return None
+    return kept
 
 
 @torch.inference_mode()
-def run_checks(checks: Sequence[Check], path: Path, request: Mapping[str, Any]) -> list[CertificateLine]:
+def run_checks(
+    checks: Sequence[Check], path: Path, request: Mapping[str, Any], kept: Unfinished | None = None
+) -> list[CertificateLine]:
     """Run the checks in order, and keep each line in the file `path`.
 
-    Lines that the file already has are not computed again if they are of the same request. A
-    KeyboardInterrupt is raised again, with the number of comparisons that are kept.
+    Lines that are `kept` of exactly this request are not computed again. A KeyboardInterrupt is raised
+    again, with the number of comparisons that are kept.
     """
     wanted: dict[str, Any] = json.loads(json.dumps(request))
-    lines = _kept_lines(path, wanted)
+    lines = list(kept.lines) if kept is not None and kept.request == wanted else []
     try:
         for check in tqdm(checks[len(lines) :], desc="certify", unit="check", initial=len(lines), total=len(checks)):
             lines.append(check())
@@ -89,21 +90,9 @@ def run_checks(checks: Sequence[Check], path: Path, request: Mapping[str, Any]) 
     return lines
 
 
-def _kept_lines(path: Path, request: dict[str, Any]) -> list[CertificateLine]:
-    """Read the lines of an interrupted run; none if it had another request."""
-    if not path.is_file():
-        return []
-    unfinished = read_dataclass(Unfinished, path)
-    if changes := differences(unfinished.request, request):
-        logger.info("%s is replaced: it differs in %s", path, "; ".join(changes.values()))
-        return []
-    return unfinished.lines
-
-
 def decoding_checks(
     target: HFTarget,
     methods: Sequence[Method],
-    tokenizer: PreTrainedTokenizerBase,
     suites: Sequence[PromptSet],
     *,
     max_new_tokens: int,
@@ -117,7 +106,7 @@ def decoding_checks(
     the order of computation causes (see `Audit`).
     """
     # 1. Encode the prompts that fit.
-    prompts = [first_turn_ids(prompt, tokenizer).to(target.device) for suite in suites for prompt in suite.prompts]
+    prompts = [first_turn_ids(prompt, target.tokenizer).to(target.device) for suite in suites for prompt in suite.prompts]
     room = target.context_length - max(max_new_tokens, SAMPLED_TOKENS)
     prompts = [prompt for prompt in prompts if prompt.shape[1] <= room]
     if not prompts:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from random import Random
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -174,18 +174,15 @@ def step_seconds(
     text, which lookups find nothing in at first: they take more steps, and the mean counts.
     """
     batch = [prompt.input_ids for prompt in islice(cycle(prompts), batch_size)]
-    turns: dict[str, list[Turn]] = {name: [] for name in drafters}
+    turns: dict[str, list[tuple[float, float, float]]] = {name: [] for name in drafters}
     for _ in range(TURNS):
         for name, drafter in drafters.items():
             turns[name].append(_time_turn(target, drafter, rule, batch, max_new_tokens, is_uneven=name in uneven))
-    return {
-        name: StepSeconds(
-            steps=[turn.step for turn in timed],
-            draft=median(turn.draft for turn in timed),
-            prefill=median(turn.prefill for turn in timed),
-        )
-        for name, timed in turns.items()
-    }
+    seconds = {}
+    for name, timed in turns.items():
+        steps, drafts, prefills = zip(*timed, strict=True)
+        seconds[name] = StepSeconds(steps=list(steps), draft=median(drafts), prefill=median(prefills))
+    return seconds
 
 
 def pass_seconds(target: HFTarget, *, seconds: float) -> dict[int, dict[int, float]]:
@@ -215,14 +212,6 @@ def pass_seconds(target: HFTarget, *, seconds: float) -> dict[int, dict[int, flo
     return passes
 
 
-class Turn(NamedTuple):
-    """Seconds of a step, of its draft and of the prefill, in one turn."""
-
-    step: float
-    draft: float
-    prefill: float
-
-
 def _time_turn(
     target: HFTarget,
     drafter: Drafter[Any, Any],
@@ -231,7 +220,8 @@ def _time_turn(
     max_new_tokens: int,
     *,
     is_uneven: bool,
-) -> Turn:
+) -> tuple[float, float, float]:
+    """Return the seconds of a step, of its draft and of the prefill, in one turn."""
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": (), "timed": True}
     stream = generate(target, drafter, rule, batch, generator=RowSeeds(range(len(batch))), **options)
     wall, drafted = list[float](), list[float]()
@@ -246,7 +236,7 @@ def _time_turn(
         last = now
     first = min(1 + WARM_UP_STEPS, len(wall) - 1)  # answers of few tokens have few steps
     average = mean if is_uneven else median
-    return Turn(step=average(wall[first:]), draft=average(drafted[first:]), prefill=wall[0])
+    return average(wall[first:]), average(drafted[first:]), wall[0]
 
 
 def is_too_long(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
+from typing import Any
 
 from tqdm import tqdm
 
@@ -22,7 +23,7 @@ from ..records.run_files import Environment, OutOfMemory, RunInfo
 from ..results.figures import is_slow
 from .audit import audit
 from .environment import recorded_stages, within_memory
-from .plan import Job, Plan, PromptTurn, Texts, answer_seed, count_by_source
+from .plan import Job, Plan, PromptTurn, answer_seed, count_by_source
 from .timing import Generation, attempts_without_graphs, time_generation
 from .trace import trace_drafts
 
@@ -41,7 +42,6 @@ class Bench:
     `rules` are by temperature.
     """
 
-    target: HFTarget
     plan: Plan
     rules: Mapping[float, AcceptanceRule]
     environment: Environment
@@ -57,8 +57,8 @@ class Bench:
         return self.plan.config
 
     @property
-    def texts(self) -> Texts:
-        return self.plan.texts
+    def target(self) -> HFTarget:
+        return self.plan.target
 
     @property
     def computes(self) -> bool:
@@ -79,7 +79,7 @@ class Bench:
         try:
             with tqdm(total=total, initial=len(records), desc="eval", unit="answer") as progress:
                 for job in self.plan.jobs(self._fits):
-                    if job.is_in(records):
+                    if all(key in records for key in job.keys_of(job.repeat)):
                         continue
                     if not is_warm:
                         self.require_environment()
@@ -89,7 +89,7 @@ class Bench:
                         self._leave_out(job)
                         continue
                     self.file.append(*self._records(job, generation))
-                    progress.update(len(job.batch.turns))
+                    progress.update(len(job.turns))
                 progress.update(total - progress.n)  # the others are too long, or don't fit into memory
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{len(records)} of {total} answers are kept in {self.file.path}.") from None
@@ -126,7 +126,7 @@ class Bench:
                 temperature=turn.temperature,
                 seed=self._seed(turn),
             )
-            for turn, input_ids, token_ids in zip(job.batch.turns, job.batch.input_ids, attempt.token_ids, strict=True)
+            for turn, input_ids, token_ids in zip(job.turns, job.input_ids, attempt.token_ids, strict=True)
         ]
         return any(not row.ends_rightly for row in audits), max(row.deficit for row in audits)
 
@@ -134,18 +134,16 @@ class Bench:
         return answer_seed(self.config.seed, turn.suite.name, turn.prompt.id, turn.turn)
 
     def _time(self, job: Job, max_new_tokens: int, *, timed: bool = False) -> Generation:
-        turns = job.batch.turns
-        return time_generation(
-            self.target,
-            job.method.drafter,
-            self.rules[turns[0].temperature],
-            job.batch.input_ids,
-            max_new_tokens=max_new_tokens,
-            stop_ids=self.target.stop_ids,
-            seeds=[self._seed(turn) for turn in turns],
-            timed=timed,
-            loop=job.method.loop,
-        )
+        options = {**self._options(job), "max_new_tokens": max_new_tokens, "timed": timed, "loop": job.method.loop}
+        return time_generation(self.target, job.method.drafter, self._rule(job), job.input_ids, **options)
+
+    def _rule(self, job: Job) -> AcceptanceRule:
+        return self.rules[job.turns[0].temperature]
+
+    def _options(self, job: Job) -> dict[str, Any]:
+        """Return the options of decoding a batch: when answers end, and their seeds."""
+        seeds = [self._seed(turn) for turn in job.turns]
+        return {"max_new_tokens": self.config.max_new_tokens, "stop_ids": self.target.stop_ids, "seeds": seeds}
 
     def _warm_up(self) -> None:
         """Let every method answer the longest prompts that fit, at each temperature and batch size.
@@ -155,14 +153,14 @@ class Bench:
         """
         most = WARMUP_TOKENS if self.target.stream is None else STREAMED_WARMUP_TOKENS
         num_tokens = min(self.config.max_new_tokens, most)
-        fitting = [(suite, sorted(self.texts.fitting(suite, suite.prompts), key=_length)) for suite in self.plan.suites]
+        fitting = [(suite, sorted(self.plan.fitting(suite, suite.prompts), key=_length)) for suite in self.plan.suites]
         suite, prompts = max(fitting, key=lambda choice: max(map(_length, choice[1]), default=0))
         for (temperature, size), methods in self.plan.methods.items():
-            groups = self.texts.groups(suite, prompts[::-1], size)
+            groups = self.plan.groups(suite, prompts[::-1], size)
             for index, group in enumerate(islice(groups, math.ceil(WARMUP_PROMPTS / size))):
-                batch = next(self.texts.batches(suite, group, index, temperature, size))
+                turns = next(self.plan.batches(suite, group, temperature, size))
                 for method in methods:
-                    within_memory(partial(self._time, Job(batch=batch, method=method), num_tokens), self.target)
+                    within_memory(partial(self._time, Job(group=index, turns=turns, method=method), num_tokens), self.target)
 
     def require_environment(self) -> None:
         """Raise ValueError if the environment differs from the recorded one."""
@@ -188,16 +186,16 @@ class Bench:
     def _longest_text(self, suite: PromptSet) -> int:
         """Compute the tokens of the suite's longest text: all turns and answers that have room."""
         longest = 0
-        for prompt in self.texts.fitting(suite, suite.prompts):
-            prompts = [encode_prompt(prompt.messages(text), self.texts.tokenizer, prompt.tools) for text in prompt.turns]
+        for prompt in self.plan.fitting(suite, suite.prompts):
+            prompts = [encode_prompt(prompt.messages(text), self.plan.tokenizer, prompt.tools) for text in prompt.turns]
             turns = [ids.shape[1] for ids in prompts]
             length = sum(turns) + len(turns) * self.config.max_new_tokens
-            longest = max(longest, min(length, self.texts.context_length))
+            longest = max(longest, min(length, self.plan.context_length))
         return longest
 
     def _fits(self, job: Job) -> bool:
         """Check that a job's method has not run out of memory."""
-        return job.out_of_memory(job.method).cell not in {failure.cell for failure in self.out_of_memory}
+        return OutOfMemory(**job.cell_of(job.method)).cell not in {failure.cell for failure in self.out_of_memory}
 
     def _leave_out(self, job: Job) -> None:
         """Record which method ran out of memory; plain decoding takes all methods with it.
@@ -212,52 +210,32 @@ class Bench:
                 "the batch size or max_new_tokens",
                 job.place,
             )
-            turn = job.batch.turns[0]
+            turn = job.turns[0]
             known = {failure.cell for failure in self.out_of_memory}
-            failures = [job.out_of_memory(method) for method in self.plan.methods[turn.temperature, turn.batch_size]]
+            failures = [OutOfMemory(**job.cell_of(method)) for method in self.plan.methods[turn.temperature, turn.batch_size]]
             self.out_of_memory.extend(failure for failure in failures if failure.cell not in known)
         else:
             logger.warning("%s ran out of memory on %s: its row in the table is %s", job.method.name, job.place, OOM)
-            self.out_of_memory.append(job.out_of_memory(job.method))
+            self.out_of_memory.append(OutOfMemory(**job.cell_of(job.method)))
 
     def _records(self, job: Job, generation: Generation) -> list[EvalRecord]:
-        """Build one record for each row of a batch."""
-        rows = range(len(job.batch.turns))
-        drafts = self._drafts(job) if job.profiled and job.method.name != BASELINE else [None for _ in rows]
-        return [self._record(job, row, generation, drafts[row]) for row in rows]
-
-    def _drafts(self, job: Job) -> list[Drafts] | list[None]:
-        """Decode a batch again, and follow its drafts; nothing where memory runs out."""
-        turns = job.batch.turns
-        trace = partial(
-            trace_drafts,
-            self.target,
-            job.method.drafter,
-            self.rules[turns[0].temperature],
-            self.texts.tokenizer,
-            job.batch.input_ids,
-            seeds=[self._seed(turn) for turn in turns],
-            max_new_tokens=self.config.max_new_tokens,
-            stop_ids=self.target.stop_ids,
-        )
-        return within_memory(trace, self.target) or [None for _ in turns]
+        """Build one record for each row of a batch. Drafts are followed in another decoding, if memory allows it."""
+        drafts: list[Drafts] | None = None
+        if job.profiled and job.method.name != BASELINE:
+            parts = (job.method.drafter, self._rule(job), self.plan.tokenizer, job.input_ids)
+            drafts = within_memory(partial(trace_drafts, self.target, *parts, **self._options(job)), self.target)
+        return [self._record(job, row, generation, drafts[row] if drafts else None) for row in range(len(job.turns))]
 
     def _record(self, job: Job, row: int, generation: Generation, drafts: Drafts | None) -> EvalRecord:
-        turn, input_ids, answer = job.batch.turns[row], job.batch.input_ids[row], generation.answer(row)
+        turn, input_ids, answer = job.turns[row], job.input_ids[row], generation.answer(row)
         return EvalRecord(
             # 1. The prompt, and how it was answered.
-            suite=turn.suite.name,
-            prompt_set_revision=turn.suite.revision,
-            prompt_set_source=turn.suite.source,
+            **job.cell_of(job.method),
             prompt_id=turn.prompt.id,
             category=turn.prompt.category,
             turn=turn.turn,
-            temperature=turn.temperature,
-            batch_size=turn.batch_size,
-            batch=job.batch.index,
-            num_rows=len(job.batch.turns),
-            method=job.method.name,
-            label=job.method.label,
+            batch=job.group,
+            num_rows=len(job.turns),
             repeat=job.repeat,
             profiled=job.profiled,
             context_from=BASELINE if turn.turn else None,
@@ -269,7 +247,7 @@ class Bench:
             num_verify_tokens=len(answer.token_ids) - 1,
             num_draft_tokens=answer.num_draft_tokens,
             # Plain decoding has no drafts, so every rule samples from the target's distribution.
-            lossless_rule=self.rules[turn.temperature].lossless or job.method.name == BASELINE,
+            lossless_rule=self._rule(job).lossless or job.method.name == BASELINE,
             truncated=answer.token_ids[-1] not in self.target.stop_ids,
             accepted_by=count_by_source(answer.accepted_origins, job.method.sources, answer.num_accepted),
             pace=job.method.pace,

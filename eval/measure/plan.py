@@ -1,8 +1,8 @@
 """The plan of a measurement: its texts in batches, and which method decodes which batch, in which order."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice, product, zip_longest
 from typing import Any, TypeVar
 
@@ -16,9 +16,10 @@ from ...data.suites import Prompt, PromptSet
 from ...models.decoding.loop import generate
 from ...models.decoding.protocols import Drafter
 from ...models.drafters.merged import MergedDrafter
+from ...models.llm.hf_target import HFTarget
 from ..config import EvalConfig
 from ..records.records import BASELINE, EvalRecord, RecordKey, digest_of
-from ..records.run_files import OutOfMemory, Place
+from ..records.run_files import Place
 from .timing import Loop
 
 
@@ -26,8 +27,7 @@ from .timing import Loop
 class PromptTurn:
     """A turn of a prompt as the target reads it: earlier turns and their answers included.
 
-    The earlier answers are those of plain decoding at this temperature and batch size. `input_ids`
-    is None where this turn or an earlier one leaves no room for an answer in the context window.
+    The earlier answers are those of plain decoding at this temperature and batch size.
     """
 
     suite: PromptSet
@@ -35,25 +35,11 @@ class PromptTurn:
     turn: int
     temperature: float
     batch_size: int
-    input_ids: Int[torch.Tensor, "1 seq"] | None
+    input_ids: Int[torch.Tensor, "1 seq"]
 
     def key(self, method: str, *, repeat: int = 0, profiled: bool = False) -> RecordKey:
         """Build the key of a method's answer to this turn."""
         return (self.suite.name, self.prompt.id, self.turn, self.temperature, method, repeat, profiled, self.batch_size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnBatch:
-    """A batch of turns that are decoded together, in the order of the suite.
-
-    It holds the same turn of up to `batch_size` prompts. `index` counts the groups of prompts of a
-    pass; all turns of a group have the same index. A prompt leaves its group when it has no further
-    turn, or no room for one.
-    """
-
-    index: int
-    turns: Sequence[PromptTurn]
-    input_ids: Sequence[Int[torch.Tensor, " _"]]
 
 
 def first_turn_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Int[torch.Tensor, "1 seq"]:
@@ -79,76 +65,6 @@ def answer_seed(seed: int, suite: str, prompt_id: str, turn: int) -> int:
     temperatures doesn't come from the seed.
     """
     return int(digest_of([seed, suite, prompt_id, turn]), 16)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Texts:
-    """Texts that all methods of a run answer.
-
-    The baseline's first answer to a turn becomes part of the next turn's prompt for every method.
-    So a lossy method can't change its own prompts.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    config: EvalConfig
-    device: torch.device
-    context_length: int
-    """Tokens, prompt and answer together, that the target and all drafters can read."""
-    records: Mapping[RecordKey, EvalRecord]
-    """The records so far: the baseline's answers are read from them."""
-
-    def fitting(self, suite: PromptSet, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
-        """Yield the prompts whose first turn leaves room for an answer."""
-        for prompt in prompts:
-            first = next(self.prompt_turns(suite, prompt, temperature=0.0, batch_size=1))  # the same wherever it is read
-            if first.input_ids is not None:
-                yield prompt
-
-    def groups(self, suite: PromptSet, prompts: Iterable[Prompt], size: int) -> Iterator[list[Prompt]]:
-        """Yield groups of `size` prompts that have room for an answer.
-
-        The last group may be smaller.
-        """
-        fitting = self.fitting(suite, prompts)
-        while group := list(islice(fitting, size)):
-            yield group
-
-    def batches(
-        self, suite: PromptSet, group: Sequence[Prompt], index: int, temperature: float, size: int
-    ) -> Iterator[TurnBatch]:
-        """Yield a group's first turns, its second turns, and so on."""
-        rows = [self.prompt_turns(suite, prompt, temperature, size) for prompt in group]
-        for together in zip_longest(*rows):
-            remaining = [(turn, turn.input_ids[0]) for turn in together if turn is not None and turn.input_ids is not None]
-            if remaining:
-                turns, input_ids = zip(*remaining, strict=True)
-                yield TurnBatch(index=index, turns=turns, input_ids=input_ids)
-
-    def prompt_turns(self, suite: PromptSet, prompt: Prompt, temperature: float, batch_size: int) -> Iterator[PromptTurn]:
-        """Yield the turns of a prompt.
-
-        The caller must record the baseline's answer to a turn at this temperature and batch size
-        before it requests the next turn.
-        """
-        messages: list[Turn] = []
-        fits = True
-        for index, text in enumerate(prompt.turns):
-            messages += [Turn(role="user", content=text)] if index else prompt.messages(text)
-            input_ids = encode_prompt(messages, self.tokenizer, prompt.tools).to(self.device) if fits else None
-            fits = input_ids is not None and input_ids.shape[1] + self.config.max_new_tokens <= self.context_length
-            turn = PromptTurn(
-                suite=suite,
-                prompt=prompt,
-                turn=index,
-                temperature=temperature,
-                batch_size=batch_size,
-                input_ids=input_ids if fits else None,
-            )
-            yield turn
-            if fits and index + 1 < len(prompt.turns):
-                answer = self.records[turn.key(BASELINE)].token_ids
-                decoded = str(self.tokenizer.decode(answer, skip_special_tokens=True))
-                messages.append(Turn(role="assistant", content=decoded))
 
 
 T = TypeVar("T")
@@ -201,39 +117,42 @@ def count_by_source(origins: Mapping[int, int], sources: Sequence[str], num_acce
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A batch of turns that a method decodes once."""
+    """A batch of turns that a method decodes once: the same turn of up to `batch_size` prompts, in the order of the suite."""
 
-    batch: TurnBatch
+    group: int
+    """Index of the group of prompts in a pass; all turns of a group have the same."""
+    turns: Sequence[PromptTurn]
     method: Method
     repeat: int = 0
     profiled: bool = False
 
+    @property
+    def input_ids(self) -> list[Int[torch.Tensor, " _"]]:
+        """Token ids of each turn."""
+        return [turn.input_ids[0] for turn in self.turns]
+
     def keys_of(self, repeat: int) -> list[RecordKey]:
         """Build the keys of the answers' records in a repeat."""
-        return [turn.key(self.method.name, repeat=repeat, profiled=self.profiled) for turn in self.batch.turns]
-
-    def is_in(self, records: Collection[RecordKey]) -> bool:
-        """Check whether the records have all answers of the job."""
-        return all(key in records for key in self.keys_of(self.repeat))
+        return [turn.key(self.method.name, repeat=repeat, profiled=self.profiled) for turn in self.turns]
 
     @property
     def place(self) -> str:
         """Description of where it decodes, in messages."""
-        turn = self.batch.turns[0]
+        turn = self.turns[0]
         return f"{turn.suite.name} (temperature {turn.temperature:g}, batch size {turn.batch_size})"
 
-    def out_of_memory(self, method: Method) -> OutOfMemory:
-        """Build the entry of `facts.json` for a method that ran out of memory here."""
-        turn = self.batch.turns[0]
-        return OutOfMemory(
-            suite=turn.suite.name,
-            prompt_set_revision=turn.suite.revision,
-            prompt_set_source=turn.suite.source,
-            temperature=turn.temperature,
-            batch_size=turn.batch_size,
-            method=method.name,
-            label=method.label,
-        )
+    def cell_of(self, method: Method) -> dict[str, Any]:
+        """Return the fields of `MeasuredCell` for a method that decodes here."""
+        turn = self.turns[0]
+        return {
+            "suite": turn.suite.name,
+            "prompt_set_revision": turn.suite.revision,
+            "prompt_set_source": turn.suite.source,
+            "temperature": turn.temperature,
+            "batch_size": turn.batch_size,
+            "method": method.name,
+            "label": method.label,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,13 +170,70 @@ class Pass:
 class Plan:
     """All that a run measures.
 
-    `methods` are by temperature and batch size, plain decoding first.
+    `methods` are by temperature and batch size, plain decoding first. The baseline's first answer to a
+    turn becomes part of the next turn's prompt for every method. So a lossy method can't change its
+    own prompts.
     """
 
     suites: Sequence[PromptSet]
     methods: Mapping[Place, Sequence[Method]]
-    texts: Texts
     config: EvalConfig
+    target: HFTarget
+    tokenizer: PreTrainedTokenizerBase
+    context_length: int
+    """Tokens, prompt and answer together, that the target and all drafters can read."""
+    records: Mapping[RecordKey, EvalRecord]
+    """The records so far: the baseline's answers are read from them."""
+
+    def fitting(self, suite: PromptSet, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
+        """Yield the prompts whose first turn leaves room for an answer."""
+        for prompt in prompts:
+            # The first turn is the same wherever it is read.
+            if next(self.prompt_turns(suite, prompt, temperature=0.0, batch_size=1), None) is not None:
+                yield prompt
+
+    def groups(self, suite: PromptSet, prompts: Iterable[Prompt], size: int) -> Iterator[list[Prompt]]:
+        """Yield groups of `size` prompts that have room for an answer.
+
+        The last group may be smaller.
+        """
+        fitting = self.fitting(suite, prompts)
+        while group := list(islice(fitting, size)):
+            yield group
+
+    def batches(self, suite: PromptSet, group: Sequence[Prompt], temperature: float, size: int) -> Iterator[list[PromptTurn]]:
+        """Yield a group's first turns, its second turns, and so on.
+
+        A prompt leaves its group when it has no further turn, or no room for one.
+        """
+        for together in zip_longest(*(self.prompt_turns(suite, prompt, temperature, size) for prompt in group)):
+            yield [turn for turn in together if turn is not None]
+
+    def prompt_turns(self, suite: PromptSet, prompt: Prompt, temperature: float, batch_size: int) -> Iterator[PromptTurn]:
+        """Yield the turns of a prompt, up to the first one that leaves no room for an answer in the context window.
+
+        The caller must record the baseline's answer to a turn at this temperature and batch size
+        before it requests the next turn.
+        """
+        messages: list[Turn] = []
+        for index, text in enumerate(prompt.turns):
+            messages += [Turn(role="user", content=text)] if index else prompt.messages(text)
+            input_ids = encode_prompt(messages, self.tokenizer, prompt.tools).to(self.target.device)
+            if input_ids.shape[1] + self.config.max_new_tokens > self.context_length:
+                return
+            turn = PromptTurn(
+                suite=suite,
+                prompt=prompt,
+                turn=index,
+                temperature=temperature,
+                batch_size=batch_size,
+                input_ids=input_ids,
+            )
+            yield turn
+            if index + 1 < len(prompt.turns):
+                answer = self.records[turn.key(BASELINE)].token_ids
+                decoded = str(self.tokenizer.decode(answer, skip_special_tokens=True))
+                messages.append(Turn(role="assistant", content=decoded))
 
     @property
     def passes(self) -> list[Pass]:
@@ -281,9 +257,7 @@ class Plan:
     def num_answers(self) -> int:
         """Number of answers, without those of prompts whose first turn is too long."""
         fitting = {
-            (suite.name, prompt.id): len(prompt.turns)
-            for suite in self.suites
-            for prompt in self.texts.fitting(suite, suite.prompts)
+            (suite.name, prompt.id): len(prompt.turns) for suite in self.suites for prompt in self.fitting(suite, suite.prompts)
         }
         return sum(
             fitting.get((one_pass.suite.name, prompt.id), 0) * len(self.taking_part(one_pass, temperature))
@@ -307,16 +281,17 @@ class Plan:
         """
         for one_pass in self.passes:
             suite, size = one_pass.suite, one_pass.batch_size
-            for index, group in enumerate(self.texts.groups(suite, one_pass.prompts, size)):
+            for index, group in enumerate(self.groups(suite, one_pass.prompts, size)):
                 for temperature in self.config.temperatures:
                     methods = self.taking_part(one_pass, temperature)
                     first = (index + one_pass.repeat) % len(methods)
-                    for batch in self.texts.batches(suite, group, index, temperature, size):
+                    for turns in self.batches(suite, group, temperature, size):
+                        repeat, profiled = one_pass.repeat, one_pass.profiled
+                        plain = Job(group=index, turns=turns, method=methods[0], repeat=repeat, profiled=profiled)
                         for method in (*methods[first:], *methods[:first]):
-                            job = Job(batch=batch, method=method, repeat=one_pass.repeat, profiled=one_pass.profiled)
-                            if fits(job):
+                            if fits(job := replace(plain, method=method)):
                                 yield job
-                        if not fits(Job(batch=batch, method=self.methods[temperature, size][0])):
+                        if not fits(plain):
                             break
 
 

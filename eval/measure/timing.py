@@ -49,6 +49,11 @@ class Generation:
         return self.prefill_seconds + self.decode_seconds
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(len(tokens) for step in self.steps for tokens in step.tokens)
+
+    @property
     def token_ids(self) -> list[list[int]]:
         """Tokens of each row's answer."""
         return answers_of(self.steps)

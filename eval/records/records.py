@@ -56,7 +56,34 @@ class Drafts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalRecord:
+class MeasuredCell:
+    """A method on a suite, at a temperature and a batch size: a row of the table."""
+
+    suite: str
+    prompt_set_revision: str
+    prompt_set_source: str | None
+    """The data set of the Hub (ID@COMMIT) that the prompts come from; None for a file or the
+    running Python."""
+    temperature: float
+    """0 is greedy decoding."""
+    batch_size: int
+    """Prompts decoded together, at most (the setting)."""
+    method: str
+    """Name of the method within the run; `label` is for readers."""
+    label: str
+    """The drafter and its setting in words, as tables show them."""
+
+    @property
+    def group_key(self) -> GroupKey:
+        return (self.suite, self.temperature, self.batch_size)
+
+    @property
+    def cell(self) -> Cell:
+        return (*self.group_key, self.method)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalRecord(MeasuredCell):
     """One answer: a prompt's turn, answered once by a method.
 
     Tokens and steps are those of this answer. Seconds are those of its whole batch: the records of
@@ -67,26 +94,13 @@ class EvalRecord:
     its token. So tokens per step is `num_verify_tokens / num_steps`, bonus tokens included.
     """
 
-    suite: str
-    prompt_set_revision: str
     prompt_id: str
     category: str
     turn: int
     """0 for a prompt's first turn."""
-    temperature: float
-    """0 is greedy decoding."""
-    method: str
-    """Name of the method within the run; `label` is for readers."""
-    label: str
-    """The drafter and its setting in words, as tables show them."""
     repeat: int
     profiled: bool
     """Whether the phase timers were on. Such a record is never used for speed."""
-    prompt_set_source: str | None
-    """The data set of the Hub (ID@COMMIT) that the prompts come from; None for a file or the
-    running Python."""
-    batch_size: int
-    """Prompts decoded together, at most (the setting)."""
     batch: int
     """Index of the group of prompts that a method decodes together; all turns of a group share
     it."""
@@ -188,14 +202,6 @@ class EvalRecord:
         """Key that is shared by exactly the answers that were decoded together."""
         _, _, *rest = self.key
         return cast("BatchKey", (self.suite, self.unit, *rest))
-
-    @property
-    def group_key(self) -> GroupKey:
-        return (self.suite, self.temperature, self.batch_size)
-
-    @property
-    def cell(self) -> Cell:
-        return (*self.group_key, self.method)
 
     @property
     def is_reference(self) -> bool:

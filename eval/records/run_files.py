@@ -8,7 +8,7 @@ from typing import Any
 
 from ...data.files import parse_json, read_json, sha256_json, write_json
 from .names import PIPELINED
-from .records import Cell, GroupKey, digest_of
+from .records import MeasuredCell, digest_of
 
 Place = tuple[float, int]
 """Temperature and batch size."""
@@ -189,29 +189,12 @@ class DrafterFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutOfMemory:
+class OutOfMemory(MeasuredCell):
     """A method that ran out of memory on a suite, at a temperature and a batch size.
 
     It has no figures there. Its answers up to that point stay in the records, and a resumed run
     continues from them.
     """
-
-    suite: str
-    prompt_set_revision: str
-    prompt_set_source: str | None
-    temperature: float
-    batch_size: int
-    method: str
-    label: str
-    """The method's name for readers."""
-
-    @property
-    def group_key(self) -> GroupKey:
-        return self.suite, self.temperature, self.batch_size
-
-    @property
-    def cell(self) -> Cell:
-        return (*self.group_key, self.method)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

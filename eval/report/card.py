@@ -7,7 +7,7 @@ without a file are left out, or reported as unknown.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import field as dataclass_field
 from dataclasses import fields
 from pathlib import Path
@@ -32,13 +32,14 @@ from ...models.drafters.saved.folder import (
     tensor_names,
 )
 from ...models.drafters.saved.parts import DrafterParts, parse_drafter_name
-from ...models.export.package import Certificate, packaged_folder, read_certificate
+from ...models.export.package import Certificate, packaged_folder, read_certificate, require_names
+from ..config import CardOptions
 from ..records.names import TITLES, title_of
 from ..results.markdown import Markdown, code, code_span, render
 from ..results.rows import is_broken
 from ..results.tables import certificate_cells, markdown_table
 from .card_figures import fastest_call, hub_results, measurement, require_rows, unchanged
-from .card_options import TAGS, CardOptions, code_names, recorded_quantization, require_plain_options
+from .card_options import TAGS, code_names, recorded_quantization, require_plain_options
 from .runs import read_run
 
 PLAIN_NAME = re.compile(r"[\w][\w .@/+-]*")
@@ -68,12 +69,14 @@ class RunData:
         return "".join(f", {name}={value!r}" for name, value in options.items())
 
 
-def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
+def model_card(name: Path | DrafterParts, options: CardOptions, programs: Collection[str] | None = None) -> str:
     """Write the text of README.md.
 
-    Raises ValueError for evaluations, a run or a certificate that belong to another drafter or
-    target.
+    `programs` are the engines and formats for which the drafter can be exported (`programs_for`). None
+    takes all of its kind, except for a layer with a weight of UNSERVED. Raises ValueError for
+    evaluations, a run or a certificate that belong to another drafter or target.
     """
+    require_names(base_model=options.base_model, repo=options.repo, licence=options.licence)
     # 1. Read the drafter's folder.
     parts = parse_drafter_name(name)
     drafter = packaged_folder(parts)
@@ -92,7 +95,7 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
     quantization = options.quantization or recorded_quantization(saved.target)
     title = f"{title_of(parts.kind)} for {target}"
     # 2. Read evaluations and certificate of exactly these weights.
-    folders = {path.resolve(): path for path in options.evaluations}  # without duplicates
+    folders = {path.resolve(): path for path in options.records}  # without duplicates
     runs = [unchanged(read_run(path, path.name)) for path in folders.values()]
     figures = {run.directory: require_rows(run, weights) for run in runs}
     merged_with = [part.name for part in parts.parts if part.folder is None]
@@ -118,7 +121,7 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
         title=title,
         target=target,
         lossless=not is_broken_somewhere and (certificate is None or certificate.passed),
-        programs=() if options.programs is None and UNSERVED.intersection(tensors) else options.programs,
+        programs=() if programs is None and UNSERVED.intersection(tensors) else programs,
         **code_names(options.repo, base_model, local_name, quantization),
         merged_with=merged_with,
         fastest=fastest_call([(run, row) for run in runs for row in figures[run.directory]], merged_with),
@@ -138,7 +141,7 @@ def model_card(name: Path | DrafterParts, options: CardOptions) -> str:
 
 def _training_free_card(parts: DrafterParts, options: CardOptions) -> str:
     """Write the card of a package without weights. Raises ValueError for facts about weights."""
-    sources = {"an evaluation": options.evaluations, "a run": options.run, "a certificate": options.certificate}
+    sources = {"an evaluation": options.records, "a run": options.run, "a certificate": options.certificate}
     if given := [name for name, value in sources.items() if value]:
         raise ValueError(f"{parts.name} has no weights that {', '.join(given)} could belong to; package it without")
     data = ModelCardData(

@@ -1,4 +1,4 @@
-"""Options of a model card, and the names and lines of code in it.
+"""Checks of the options in a model card, and the names and lines of code in it.
 
 The code loads the target, quantised if the drafter was trained for a quantised one.
 """
@@ -6,13 +6,12 @@ The code loads the target, quantised if the drafter was trained for a quantised 
 import json
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ...data.manifest import TargetIdentity
-from ...models.export.package import UNNAMED, UNNAMED_TARGET, require_names
+from ...models.export.package import UNNAMED, UNNAMED_TARGET
 from ...models.llm.config import check_method
 from ..results.markdown import Markdown
 
@@ -24,32 +23,6 @@ TAGS = ("custom_generate", "speculative-decoding", "outrider")
 CLASSES = {"bitsandbytes": "BitsAndBytesConfig", "gptq": "GPTQConfig", "awq": "AwqConfig"}
 """Configuration class of transformers by method. torchao's configuration wraps a class of
 torchao."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CardOptions:
-    """Sources of a card beside the drafter's own files."""
-
-    evaluations: Sequence[Path] = ()
-    """Folders of finished evaluations."""
-    run: Path | None = None
-    """Folder of the training run, for facts about data and labelling."""
-    certificate: Path | None = None
-    """Certificate that `outrider certify` wrote."""
-    licence: str | None = None
-    """Name of the licence on the Hub, such as apache-2.0."""
-    base_model: str | None = None
-    """Hub id of the target; None takes the target's name in training, if that is a Hub id."""
-    quantization: Mapping[str, Any] | None = None
-    """Quantisation with which the card loads the target; None takes that of the training."""
-    repo: str | None = None
-    """Hub id of the drafter."""
-    programs: Collection[str] | None = None
-    """Engines and formats for which the drafter can be exported (`programs_for`). None takes all of
-    its kind, except for a layer with a weight of UNSERVED."""
-
-    def __post_init__(self) -> None:
-        require_names(base_model=self.base_model, repo=self.repo, licence=self.licence)
 
 
 def require_plain_options(options: Any, source: Path, name: str = "drafter") -> None:

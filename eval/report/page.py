@@ -12,9 +12,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ...data.files import atomic_write_text
 from ..results.notes import FEW_UNITS, headline
-from .page_tables import PageTable
 from .runs import Group, read_groups
-from .sections import accepted_lengths, batch_sizes, categories, misses, results, time_split
+from .sections import PageTable, accepted_lengths, batch_sizes, categories, misses, results, time_split
 
 PAGE_FILE = "report.html"
 NUM_OPEN = 4

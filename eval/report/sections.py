@@ -3,24 +3,114 @@
 A section without figures in the rows has no table.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..records.names import OOM, RECORDS_FILE
-from ..records.records import read_records
-from ..results.explain import CAUSES, advice, explain
+from ..records.names import OOM
+from ..results.explain import CAUSES, advice, explain_folder
 from ..results.notes import PACE_NOTE, measured_notes, problems
 from ..results.rows import depends_on_clock, fault, is_broken, is_lossy, is_wrong, units
 from ..results.tables import PHASES, cells
-from .page_tables import Line, PageTable, TableColumn, Value, column, number
 from .runs import Group, RunEntry, decoding
 
 MAX_HISTOGRAM = 12
 """Number of accepted lengths shown separately; longer ones are summed in the last."""
+LEAST_RANGE = 1.5
+"""Least ratio to plain decoding that a color scale ends at. A smaller one would paint noise."""
 TEXT_COLUMNS = ("Median", "Faster on", "CPU ms/tok", "CPU speedup", "Identical")
 """Columns of the evaluation's table that the results have too, beside their bars."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One cell of a table.
+
+    Without a `number` nothing is drawn, and `text` gives the reason.
+    """
+
+    text: str
+    number: float | None = None
+    low: float | None = None
+    """Lower end of the 95 % interval; `high` is its upper end."""
+    high: float | None = None
+    note: str = ""
+    """Small print beside the text."""
+    mark: str = ""
+    """Reason why the number is uncertain, such as `noisy`, on a line of its own."""
+    tone: str = ""
+    """`bad` for a cell that reports an error or a wrong result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableColumn:
+    """Column of a table, drawn according to its kind.
+
+    Kinds are `text`, `bar` (from 0 to `top`) and `heat` (a color from 0 to `top`; with a parity, two
+    colors for the values below and above it).
+    """
+
+    name: str
+    kind: str = "text"
+    top: float = 1.0
+    parity: float | None = None
+    """Value of plain decoding: where a bar's column has a mark, and a heat map's no color."""
+
+    def share(self, value: float | None) -> float:
+        """Compute a value's share of the scale, from 0 to 1; with a parity in a heat map, from -1.
+
+        Half and twice the parity have the same distance from it.
+        """
+        if value is None:
+            return 0.0
+        if self.kind == "heat" and self.parity:
+            most = max(abs(math.log(self.top / self.parity)), math.log(LEAST_RANGE))
+            return max(-1.0, min(1.0, math.log(max(value, 1e-9) / self.parity) / most))
+        return max(0.0, min(1.0, value / self.top))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    label: str
+    detail: str = ""
+    values: list[Value]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageTable:
+    caption: str
+    corner: str
+    """Title of the column with the lines' labels."""
+    columns: Sequence[TableColumn]
+    lines: Sequence[Line]
+    notes: Sequence[str] = ()
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether the table is a colored grid, which scrolls on a narrow screen.
+
+        Each line of other tables becomes a card there.
+        """
+        return self.columns[0].kind == "heat"
+
+
+def number(value: float | None, spec: str = ".2f", unit: str = "", ci95: Sequence[float] | None = None) -> Value:
+    """Build the cell of a number and its interval; "-" for None."""
+    if value is None:
+        return Value(text="-")
+    low, high = ci95 or (None, None)
+    note = f"{low:{spec}} to {high:{spec}}" if low is not None and high is not None else ""
+    return Value(text=f"{value:{spec}}{unit}", number=value, low=low, high=high, note=note)
+
+
+def column(name: str, kind: str, values: Sequence[Value], parity: float | None = None) -> TableColumn:
+    """Build a column whose scale includes all its values, their intervals and the parity."""
+    ends = [end for value in values for end in (value.number, value.high) if end is not None]
+    return TableColumn(name=name, kind=kind, top=max([*ends, *([parity] if parity else [])], default=0.0) or 1.0, parity=parity)
+
+
 NO_MEMORY, NOTHING = Value(text=OOM, tone="bad"), Value(text="-")
 
 
@@ -223,18 +313,16 @@ def misses(group: Group) -> list[PageTable]:
     """Build a table of each folder's misses by cause, with the next steps; only of answers whose drafts were recorded."""
     tables = []
     for run in group.runs:
-        path = run.directory / RECORDS_FILE
-        traced = [record for record in read_records(path).values() if record.drafts is not None] if path.is_file() else []
-        if not traced:
-            continue
         lines, notes = list[Line](), list[str]()
-        for explained in explain(traced, {row["label"]: row["training"] for row in run.rows}, run.info.config["chat_template"]):
+        for explained in explain_folder(run.directory):
             counts = {cause.name: cause.count for cause in explained.causes}
             shares = [number(counts.get(cause, 0) / max(1, explained.num_misses), ".0%") for cause in CAUSES]
             figures = [Value(text=f"{explained.num_misses:,} of {len(explained.steps):,}"), number(explained.tokens_per_step)]
             lines.append(Line(label=explained.label, values=[*shares, *figures]))
             steps = [*filter(None, [explained.doubt]), *advice(explained)]
             notes.append(f"{explained.label}: {'; '.join(steps) if steps else 'no miss'}")
+        if not lines:
+            continue
         columns = [*(TableColumn(name=cause, kind="heat") for cause in CAUSES), TableColumn(name="Misses")]
         columns.append(TableColumn(name="Tokens per step"))
         caption = f"Answers of {run.name} whose drafts were recorded: share of misses by cause"

@@ -14,14 +14,18 @@ Not misses: steps at the end of an answer, steps without a draft, and drafts tha
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from ...data.paths import TRAINING_FREE_NAMES
 from ...data.questions import scripts_of
-from ..records.records import ENDED, FULL, IN_REACH, NO_DRAFT, OUTSIDE, EvalRecord
+from ..records.names import RECORDS_FILE, RUN_FILE
+from ..records.records import ENDED, FULL, IN_REACH, NO_DRAFT, OUTSIDE, EvalRecord, read_records
+from ..records.run_files import read_info
+from .rows import read_rows
 
 UNCERTAIN, FREE, RANKED, NOT_IN_VOCABULARY, NOT_LEARNED = "uncertain", "free", "ranked too low", "outside", "not learned"
 CAUSES = (UNCERTAIN, NOT_IN_VOCABULARY, FREE, RANKED, NOT_LEARNED)
@@ -148,11 +152,11 @@ class Explanation:
     steps: pd.DataFrame
     causes: list[Cause]
     """Those that occur, the one that costs most first."""
-    estimate: float | None = None
+    estimate: float | None
     """Tokens per step that the drafter's training estimated at its end, on its own texts; None if unknown."""
-    has_other_template: bool = False
+    has_other_template: bool
     """Whether the drafter was trained with another chat template."""
-    sources: tuple[str, ...] = ()
+    sources: list[str]
     """Kinds of the drafters of the method."""
 
     @property
@@ -216,51 +220,49 @@ class Explanation:
         return pd.DataFrame(rows).sort_values("misses", ascending=False)
 
 
+def explain_folder(directory: Path) -> list[Explanation]:
+    """Explain the misses of a finished evaluation; empty if no answer's drafts were recorded."""
+    training = {row["label"]: row["training"] for row in read_rows(directory)}
+    template = read_info(directory / RUN_FILE).config.get("chat_template")
+    return explain(read_records(directory / RECORDS_FILE).values(), training, template)
+
+
 def explain(
     records: Iterable[EvalRecord], training: Mapping[str, Mapping[str, Any] | None], template: str | None = None
 ) -> list[Explanation]:
     """Explain the misses of each method, temperature and batch size.
 
     `training` has the facts of each drafter's training, by label, and `template` is the digest of the prompts' chat template.
-
-    Raises ValueError if no answer's drafts were recorded.
     """
     traced = [record for record in records if record.drafts is not None]
     rows = [step for record in traced for step in steps_of(record)]
     kinds = {record.label: record.method.split()[0] for record in traced}
     if not rows:
-        raise ValueError(
-            "no answer's drafts were recorded: they are those of eval.profile_prompts, which is 0 here, or the evaluation is "
-            "of an earlier version; evaluate again, for example with --eval.profile_prompts 16"
-        )
+        return []
     explanations = []
     for (label, temperature, size), steps in pd.DataFrame(rows).groupby(["label", "temperature", "batch_size"], sort=False):
         place = f", temperature {temperature:g}" * (temperature > 0) + f", batches of {size}" * (size > 1)
         facts = training.get(label) or {}
         explanations.append(
-            replace(
-                _explained(f"{label}{place}", steps),
+            Explanation(
+                label=f"{label}{place}",
+                steps=steps,
+                causes=causes_of(steps),
                 estimate=facts.get("tokens_per_step_estimate"),
                 has_other_template=facts.get("chat_template") not in (None, template),
-                sources=tuple(kinds[label].split("+")),
+                sources=kinds[label].split("+"),
             )
         )
     return explanations
 
 
-def _explained(label: str, steps: pd.DataFrame) -> Explanation:
-    emitted = int(steps["emitted"].sum())
-    counts = steps["cause"].value_counts()
-    causes = [
-        Cause(
-            name=name,
-            count=int(counts[name]),
-            most=emitted / max(1, len(steps) - int(counts[name])),
-            where=where_of(steps, name),
-        )
-        for name in sorted(counts.index, key=lambda name: -counts[name])
+def causes_of(steps: pd.DataFrame) -> list[Cause]:
+    """Return the causes of misses that occur, the one that costs most first."""
+    emitted, counts = int(steps["emitted"].sum()), steps["cause"].value_counts()
+    return [
+        Cause(name=name, count=count, most=emitted / max(1, len(steps) - count), where=where_of(steps, name))
+        for name, count in sorted(counts.items(), key=lambda item: -item[1])
     ]
-    return Explanation(label=label, steps=steps, causes=causes)
 
 
 def where_of(steps: pd.DataFrame, cause: str) -> str | None:

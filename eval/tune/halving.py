@@ -166,22 +166,18 @@ def _measure_together(trial: Trial, settings: Sequence[Setting], num_batches: in
     # 3. The speeds.
     totals = [sum(median(seconds[index, batch]) for batch in range(num_batches)) for index in range(len(settings))]
     by_setting = [[runs[index, batch] for batch in range(num_batches)] for index in range(len(settings))]
-    plain = _num_tokens(by_setting[0]) / totals[0]
+    speeds = [sum(run.num_tokens for run in decoded) / total for decoded, total in zip(by_setting, totals, strict=True)]
     return [
         Speed(
             setting=setting,
             batch_size=trial.batch_size,
             num_batches=num_batches,
             tokens_per_step=_tokens_per_step(decoded),
-            tokens_per_second=_num_tokens(decoded) / total,
-            speedup=_num_tokens(decoded) / total / plain,
+            tokens_per_second=speed,
+            speedup=speed / speeds[0],  # plain decoding is the first
         )
-        for setting, decoded, total in zip(settings, by_setting, totals, strict=True)
+        for setting, decoded, speed in zip(settings, by_setting, speeds, strict=True)
     ]
-
-
-def _num_tokens(runs: Sequence[Generation]) -> int:
-    return sum(len(tokens) for run in runs for step in run.steps for tokens in step.tokens)
 
 
 def _tokens_per_step(runs: Sequence[Generation]) -> float:

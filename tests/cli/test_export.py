@@ -131,7 +131,7 @@ def test_no_executable_file_is_downloaded(drafter, tiny_target_dir, tmp_path, mo
 
     call("export", drafter, "--target", tiny_target_dir, "--to", "medusa", "--output", tmp_path / "theirs")
     monkeypatch.setattr("outrider.models.drafters.saved.download.snapshot_download", download)
-    call("import", "org/heads", "--target", tiny_target_dir, "--output", tmp_path / "again", "--folder-revision", "abc")
+    call("import", "org/heads@abc", "--target", tiny_target_dir, "--output", tmp_path / "again")
     assert received == {"name": "org/heads", "revision": "abc", "allow_patterns": WANTED, "ignore_patterns": UNWANTED}
     assert not any(pattern.endswith((".py", "*")) for pattern in WANTED)
     assert json.loads((tmp_path / "again" / "config.json").read_text())["kind"] == "medusa"

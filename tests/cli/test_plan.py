@@ -12,9 +12,12 @@ import torch
 from outrider.cli import plan, samples
 from outrider.cli.compose import compose, read_run_line
 from outrider.cli.run import run
-from outrider.cli.samples import FIRST_SIZE, REPEATS, PlainDecoding, cut, grow
+from outrider.cli.samples import FIRST_SIZE, REPEATS, batch_seconds, cut, grow, mean_tokens
 from outrider.data.types import Example
 from outrider.distill.config import DECODER_ROWS
+from outrider.eval.measure.timing import Generation
+from outrider.models.decoding.stopping import Finish
+from outrider.models.decoding.types import Step
 from outrider.models.llm.loading import load_target
 from outrider.train.setup import LossModule
 
@@ -90,12 +93,20 @@ def test_a_part_of_a_text_is_around_the_start_of_its_answer() -> None:
     assert cut(text, 100).input_ids.tolist() == [*range(40)]
 
 
+def step_of(tokens: tuple[tuple[int, ...], ...], finishes: tuple[Finish | None, ...], *, is_prefill: bool = False) -> Step:
+    rows = tuple(range(len(tokens)))
+    counts = {"num_accepted": (0,) * len(rows), "num_nodes": 0}
+    return Step(rows=rows, tokens=tokens, finishes=finishes, is_prefill=is_prefill, **counts)
+
+
 def test_the_length_of_answers_counts_those_that_the_measurement_cut() -> None:
     def mean(num_tokens: int, num_ended: int) -> float:
-        times = {"prefill_seconds": 1.0, "decode_seconds": 9.0, "num_steps": 9}
-        answers = PlainDecoding(num_tokens=num_tokens, num_ended=num_ended, **times)
-        assert answers.batch_seconds(5.0) == pytest.approx(1 + 4)
-        return answers.mean_tokens(200)
+        finishes = tuple(Finish.STOP_TOKEN if row < num_ended else None for row in range(2))
+        steps = [step_of((tuple(range(num_tokens)), ()), finishes, is_prefill=True), *[step_of((), ())] * 9]
+        times = {"prefill_seconds": 1.0, "decode_seconds": 9.0, "processor_seconds": 1.0}
+        answers = Generation(steps=steps, num_graphs=0, **times)
+        assert batch_seconds(answers, 5.0) == pytest.approx(1 + 4)
+        return mean_tokens(answers, 200)
 
     assert mean(400, 0) == 200
     assert mean(64, 2) == pytest.approx(32, rel=0.01)

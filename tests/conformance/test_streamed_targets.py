@@ -357,7 +357,7 @@ def test_a_streamed_target_is_certified(both, tmp_path, monkeypatch):
     prompts = tuple(Prompt(id=str(i), category="", turns=(f"abc {i}",)) for i in range(2))
     methods = [Method(name="recycling", label="recycling", drafter=load_drafter("recycling", streamed, **FREE["recycling"]))]
     suites = [PromptSet(name="two", revision="", prompts=prompts)]
-    checks = certificate.decoding_checks(streamed, methods, streamed.tokenizer, suites, max_new_tokens=8)
+    checks = certificate.decoding_checks(streamed, methods, suites, max_new_tokens=8)
     lines = certificate.run_checks(checks, tmp_path / "unfinished", {})
     assert len(lines) == 4
     assert certificate.passes(lines), lines

@@ -43,7 +43,6 @@ def test_a_target_and_a_drafter_are_certified(decoding, dtype, monkeypatch, tmp_
     monkeypatch.setattr(certify, "NullDrafter", null_drafter)
     result = invoke(["certify", *decoding, "--dtype", dtype, "--num-threads", "2"])
     assert result.exit_code == 0, result.output
-    assert torch.get_num_threads() == 1, "as before"
     assert len(decoded_plainly) == 2, "each prompt once for all checks"
     assert "LOSSLESS" in result.output
     certificate = json.loads((tmp_path / "certificate.json").read_text())
@@ -175,16 +174,18 @@ def test_an_interrupted_certificate_resumes(tmp_path: Path) -> None:
     environment = {"linears": {"8x8": "columns first"}}
     request = {"max_new_tokens": 6, "methods": {"redrafter": ("a", "b")}, "environment": environment}
     today = {**request, "environment": {"linears": {}}}
-    assert certify.recorded_linears(path, today) is None
+    assert certify.read_unfinished(path, today) is None
     with pytest.raises(KeyboardInterrupt, match=r"2 of 3 comparisons are kept in .*certificate\.json\.unfinished\."):
         certify.run_checks(stopped, path, request)
-    assert certify.recorded_linears(path, today) == environment["linears"]
-    assert certify.recorded_linears(path, {**today, "max_new_tokens": 5}) is None, "lines of another request"
-    lines = certify.run_checks(checks, path, request)
+    kept = certify.read_unfinished(path, today)
+    assert kept is not None
+    assert kept.request["environment"] == environment, "the linear layers of the lines that are kept"
+    assert certify.read_unfinished(path, {**today, "max_new_tokens": 5}) is None, "lines of another request"
+    lines = certify.run_checks(checks, path, request, kept)
     assert [line.subject for line in lines] == ["check 0", "check 1", "check 2"]
     assert compared == [0, 1, 2], "each once"
-    # Lines of another request don't count.
-    certify.run_checks(checks, path, {**request, "max_new_tokens": 5})
+    # Lines with other linear layers don't count.
+    certify.run_checks(checks, path, today, kept)
     assert compared == [0, 1, 2, 0, 1, 2]
 
 

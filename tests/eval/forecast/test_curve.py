@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from outrider.eval.forecast.curve import KEPT, NUM_DRAWS, continued, resampled
 from outrider.eval.forecast.measure import Steps
+from outrider.eval.forecast.result import KEPT, NUM_DRAWS, continued, resampled
 
 LABELS = [4_000, 8_000, 16_000]
 

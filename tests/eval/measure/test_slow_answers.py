@@ -70,7 +70,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
     def noted(self: measure.Bench, job: Job, *arguments: Any, **options: Any) -> Any:
         if "timed" in options:  # no warm-up
-            result.decoded.append((job.batch.turns[0].prompt.id, job.method.name, job.repeat))
+            result.decoded.append((job.turns[0].prompt.id, job.method.name, job.repeat))
         return decode(self, job, *arguments, **options)
 
     monkeypatch.setattr(HFTarget, "prefill", timed_prefill)

@@ -1,5 +1,6 @@
 """The trace of an evaluation's drafts: what it counts is what was decoded, and a miss is seen where it is."""
 
+import json
 from typing import Any
 
 import pytest
@@ -103,6 +104,11 @@ def test_the_command_explains_a_finished_evaluation(tiny_target_dir, tiny_drafte
     assert "not a finished evaluation" in invoke(["explain", str(tmp_path)]).message
     page = write_report([tmp_path / "eval"], tmp_path / "report").read_text()
     assert "Why drafts end" in page
+    records = tmp_path / "eval" / "records.jsonl"
+    lines = [json.dumps({**json.loads(line), "drafts": None}) for line in records.read_text().splitlines()]
+    records.write_text("\n".join(lines) + "\n")
+    assert "eval.profile_prompts, which is 0 here" in invoke(["explain", str(tmp_path / "eval")]).message
+    assert "Why drafts end" not in write_report([tmp_path / "eval"], tmp_path / "report").read_text()
     assert "share of misses by cause" in page
     (tmp_path / "eval/records.jsonl").unlink()  # as in a record that is kept
     assert "Why drafts end" not in write_report([tmp_path / "eval"], tmp_path / "report").read_text()

@@ -14,9 +14,8 @@ from huggingface_hub import EvalResult, ModelCard
 from markdown_it import MarkdownIt
 
 from outrider.data.files import sha256_file
-from outrider.eval.config import EvalConfig, SuiteConfig
+from outrider.eval.config import CardOptions, EvalConfig, SuiteConfig
 from outrider.eval.report.card import model_card
-from outrider.eval.report.card_options import CardOptions
 from outrider.eval.run import evaluate
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.registry import DRAFTERS
@@ -65,7 +64,7 @@ def write_certificate(path: Path, **changes: Any) -> Path:
 
 
 def test_figures_are_those_of_the_summary(tiny_drafter_dir: Path, evaluation: Path) -> None:
-    card = model_card(tiny_drafter_dir, CardOptions(evaluations=[evaluation]))
+    card = model_card(tiny_drafter_dir, CardOptions(records=[evaluation]))
     rows = {row["method"]: row for row in json.loads((evaluation / "summary.json").read_text())}
     (row,) = [row for method, row in rows.items() if method != "baseline"]
     low, high = row["speedup_ci95"]
@@ -89,13 +88,13 @@ def test_an_evaluation_of_other_weights_is_refused(tiny_drafter_dir: Path, evalu
     data[-1] ^= 1
     (other / "model.safetensors").write_bytes(data)
     with pytest.raises(ValueError, match="measured other weights"):
-        model_card(other, CardOptions(evaluations=[evaluation]))
+        model_card(other, CardOptions(records=[evaluation]))
 
 
 def test_a_note_says_that_trees_depend_on_the_clock(tiny_drafter_dir, evaluation, tmp_path):
     paced, _ = changed_summary(evaluation, tmp_path / "paced", pace="expected")
-    assert "depend on the clock" in model_card(tiny_drafter_dir, CardOptions(evaluations=[paced]))
-    assert "depend on the clock" not in model_card(tiny_drafter_dir, CardOptions(evaluations=[evaluation]))
+    assert "depend on the clock" in model_card(tiny_drafter_dir, CardOptions(records=[paced]))
+    assert "depend on the clock" not in model_card(tiny_drafter_dir, CardOptions(records=[evaluation]))
 
 
 def test_a_drafter_that_isnt_lossless_has_no_speedup(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
@@ -103,12 +102,12 @@ def test_a_drafter_that_isnt_lossless_has_no_speedup(tiny_drafter_dir: Path, eva
     rows = json.loads((broken / "summary.json").read_text())
     rows[1] |= {"lossless": False, "lossless_label": "NO: 1 of 2", "speedup": None, "num_mismatched_prompts": 1}
     forge_summary(broken, rows)
-    card = model_card(tiny_drafter_dir, CardOptions(evaluations=[broken]))
+    card = model_card(tiny_drafter_dir, CardOptions(records=[broken]))
     assert "| none: not lossless |" in card
     assert "| NO: 1 of 2 |" in card
     assert "The text is still the target's" not in card
     assert "model-index" not in front_matter(card), "the Hub would show the figures of wrong answers"
-    assert "The text is still the target's" in model_card(tiny_drafter_dir, CardOptions(evaluations=[evaluation]))
+    assert "The text is still the target's" in model_card(tiny_drafter_dir, CardOptions(records=[evaluation]))
 
 
 def changed_summary(evaluation: Path, copy: Path, **changes: Any) -> tuple[Path, dict[str, Any]]:
@@ -127,7 +126,7 @@ def metrics_of(card: str) -> list[str]:
 
 def test_a_noisy_speed_is_marked_and_isnt_sent_to_the_hub(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
     noisy, _ = changed_summary(evaluation, tmp_path / "noisy", noisy=True)
-    card = model_card(tiny_drafter_dir, CardOptions(evaluations=[noisy]))
+    card = model_card(tiny_drafter_dir, CardOptions(records=[noisy]))
     assert "| 1.23x [1.11, 1.34], noisy |" in card
     assert "noisy: more than" in card
     assert metrics_of(card) == ["tokens_per_step"], "the Hub would show the speed without its mark"
@@ -157,17 +156,17 @@ def example(card: str) -> str:
 
 
 def test_the_example_runs_the_fastest_measured_call(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
-    merge = model_card(tiny_drafter_dir, CardOptions(evaluations=[merged_copy(evaluation, tmp_path / "merge", 0.97, 2.24)]))
+    merge = model_card(tiny_drafter_dir, CardOptions(records=[merged_copy(evaluation, tmp_path / "merge", 0.97, 2.24)]))
     arguments = "drafter=drafter + \"+suffix+recycling\", drafter_options={'tree_nodes': 20, 'pace': 'fixed'}"
     assert f"custom_generate=drafter, {arguments}, trust_remote_code=True" in example(merge)
     assert "the fastest of the calls that were measured: 2.24x" in merge
     assert "merged with suffix and recycling, which need no training" in merge
-    alone = model_card(tiny_drafter_dir, CardOptions(evaluations=[merged_copy(evaluation, tmp_path / "alone", 1.5, 1.2)]))
+    alone = model_card(tiny_drafter_dir, CardOptions(records=[merged_copy(evaluation, tmp_path / "alone", 1.5, 1.2)]))
     assert "custom_generate=drafter, drafter_options={'beam_width': 3}, trust_remote_code=True" in example(alone)
     parts = parse_drafter_name(f"{tiny_drafter_dir}+suffix+recycling")
-    packaged = model_card(parts, CardOptions(evaluations=[tmp_path / "merge"]))
+    packaged = model_card(parts, CardOptions(records=[tmp_path / "merge"]))
     assert "custom_generate=drafter, drafter_options=" in example(packaged), "the package drafts with these parts anyway"
-    alone_again = model_card(parts, CardOptions(evaluations=[tmp_path / "alone"]))
+    alone_again = model_card(parts, CardOptions(records=[tmp_path / "alone"]))
     assert "custom_generate=drafter, drafter=drafter, drafter_options=" in example(alone_again)
 
 
@@ -179,7 +178,7 @@ def test_the_fastest_call_is_valid_on_every_suite(tiny_drafter_dir: Path, evalua
     def card_with(alone_elsewhere: float, **merge_elsewhere: Any) -> str:
         rows = [plain, {**alone, "speedup": alone_elsewhere}, {**merge, **merge_elsewhere}]
         forge_summary(copy, [plain, alone, merge, *({**row, "suite": "gsm8k"} for row in rows)])
-        return model_card(tiny_drafter_dir, CardOptions(evaluations=[copy]))
+        return model_card(tiny_drafter_dir, CardOptions(records=[copy]))
 
     both = card_with(1.0, speedup=0.9, noisy=True)
     assert "calls that were measured: 1.50x of plain decoding, on average over 2 suites, noisy. The drafter is merged" in both
@@ -198,7 +197,7 @@ def test_the_fastest_call_is_valid_on_every_suite(tiny_drafter_dir: Path, evalua
 
 
 def test_a_loss_is_said_in_the_first_line(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
-    lost = model_card(tiny_drafter_dir, CardOptions(evaluations=[merged_copy(evaluation, tmp_path / "lost", 0.97, 0.8)]))
+    lost = model_card(tiny_drafter_dir, CardOptions(records=[merged_copy(evaluation, tmp_path / "lost", 0.97, 0.8)]))
     first = next(line for line in lost.split("# ReDrafter for", 1)[1].splitlines()[1:] if line)
     assert first.startswith("**No measured call was faster than plain decoding: 0.97x at best**")
     assert "custom_generate=drafter, trust_remote_code=True" in example(lost)
@@ -212,7 +211,7 @@ def test_a_setting_that_would_be_code_is_an_error(tiny_drafter_dir: Path, evalua
     info["config"]["methods"]["merge"]["setting"] = {"pace": "a\n```\n<b>"}
     forge_info(copy, info)
     with pytest.raises(ValueError, match="pace"):
-        model_card(tiny_drafter_dir, CardOptions(evaluations=[copy]))
+        model_card(tiny_drafter_dir, CardOptions(records=[copy]))
 
 
 def test_a_card_claims_nothing_where_memory_ran_out(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
@@ -220,13 +219,13 @@ def test_a_card_claims_nothing_where_memory_ran_out(tiny_drafter_dir: Path, eval
     plain, drafted = json.loads((short / "summary.json").read_text())
     empty = {**drafted, "batch_size": 64, "out_of_memory": True, "tokens_per_second": None, "speedup": None}
     forge_summary(short, [plain, drafted, {**plain, "batch_size": 64}, empty])
-    card = model_card(tiny_drafter_dir, CardOptions(evaluations=[short]))
+    card = model_card(tiny_drafter_dir, CardOptions(records=[short]))
     assert len([line for line in card.splitlines() if line.startswith("| mt_bench")]) == 1
     assert "batch size 64" not in card
     assert "The text is still the target's" in card, "nothing was wrong"
     forge_summary(short, [{**plain, "batch_size": 64}, empty])
     with pytest.raises(ValueError, match="ran out of memory everywhere in .*; omit this evaluation"):
-        model_card(tiny_drafter_dir, CardOptions(evaluations=[short]))
+        model_card(tiny_drafter_dir, CardOptions(records=[short]))
 
 
 def test_unknown_facts_are_marked_and_left_out_of_the_front_matter(tiny_drafter_dir: Path) -> None:
@@ -352,9 +351,9 @@ def test_a_path_that_looks_like_a_hub_name_is_left_out_of_the_card(tiny_drafter_
 
 
 @pytest.mark.parametrize("options", [{"repo": 'x"); evil("'}, {"base_model": "a/b\n# Mine"}, {"licence": "mit\nmine: 1"}])
-def test_options_that_would_inject_text_into_the_card_are_refused(options):
+def test_options_that_would_inject_text_into_the_card_are_refused(options, tiny_drafter_dir):
     with pytest.raises(ValueError, match="give"):
-        CardOptions(**options)
+        model_card(tiny_drafter_dir, CardOptions(**options))
 
 
 @pytest.mark.parametrize(
@@ -392,7 +391,7 @@ def test_the_card_gives_the_cost_of_the_training(tiny_drafter_dir: Path, tmp_pat
 
 
 def test_the_hub_reads_the_figures_back(tiny_drafter_dir: Path, evaluation: Path) -> None:
-    options = CardOptions(evaluations=[evaluation], base_model="some/target", repo="some/drafter", licence="mit")
+    options = CardOptions(records=[evaluation], base_model="some/target", repo="some/drafter", licence="mit")
     data = ModelCard(model_card(tiny_drafter_dir, options)).data
     row = json.loads((evaluation / "summary.json").read_text())[1]
     assert (data.base_model, data.license, data.model_name) == ("some/target", "mit", "some/drafter")
@@ -436,7 +435,7 @@ def test_the_card_has_commands_only_for_engines_that_can_load_the_drafter(layer,
     save_drafter(drafter, tmp_path / "drafter", tiny_target.identity)
     programs = programs_for(tmp_path / "drafter", tiny_target)
     assert programs & {"vllm", "sglang"} == engines
-    card = model_card(tmp_path / "drafter", CardOptions(programs=programs))
+    card = model_card(tmp_path / "drafter", CardOptions(), programs)
     assert {name for name in ("vllm", "sglang") if f"--to {name}" in card} == engines
     assert ("no serving engine" in card) == (not engines)
     without_target = model_card(tmp_path / "drafter", CardOptions())
@@ -496,7 +495,7 @@ def test_the_card_of_training_free_drafters_has_code_and_no_figures(tmp_path: Pa
     assert "# Prompt lookup + Suffix" in card
     assert "--drafter prompt_lookup+suffix" in card
     with pytest.raises(ValueError, match="has no weights that an evaluation could belong to"):
-        model_card(parts, CardOptions(evaluations=[tmp_path]))
+        model_card(parts, CardOptions(records=[tmp_path]))
 
 
 @pytest.mark.slow
@@ -508,7 +507,7 @@ def test_the_card_of_a_drafter_has_the_rows_of_its_merges(tiny_target, tiny_draf
         profile_prompts=0,
     )
     evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], tmp_path / "eval")
-    options = CardOptions(evaluations=[tmp_path / "eval"])
+    options = CardOptions(records=[tmp_path / "eval"])
     assert "| ReDrafter + Prompt lookup, 40 nodes, paced |" in model_card(tiny_drafter_dir, options)
 
 
@@ -530,7 +529,7 @@ def test_texts_of_strangers_are_never_markup(tiny_drafter_dir: Path, evaluation:
     info["environment"] |= {"cpu": NASTY, "packages": {NASTY: NASTY}}
     forge_info(measured, info)
     run = write_run(tmp_path / "run", tiny_drafter_dir, source=NASTY, chat_template=NASTY, template_options={NASTY: NASTY})
-    page = ModelCard(model_card(drafter, CardOptions(evaluations=[measured], run=run))).text
+    page = ModelCard(model_card(drafter, CardOptions(records=[measured], run=run))).text
     tokens = [token for outer in MarkdownIt("commonmark").parse(page) for token in (outer, *(outer.children or ()))]
     assert not [token for token in tokens if token.type in ("html_block", "html_inline", "image")]
     links = {token.attrGet("href") for token in tokens if token.type == "link_open"}
@@ -564,7 +563,7 @@ def test_an_edited_evaluation_reaches_no_card(tiny_drafter_dir: Path, evaluation
     edited = Path(shutil.copytree(evaluation, tmp_path / "eval"))
     (edited / "summary.json").write_text((edited / "summary.json").read_text().replace("0.", "1.", 1))
     with pytest.raises(ValueError, match=r"summary.json in .* isn't the one that its evaluation wrote.*Run the evaluation's"):
-        model_card(tiny_drafter_dir, CardOptions(evaluations=[edited]))
+        model_card(tiny_drafter_dir, CardOptions(records=[edited]))
     (edited / "facts.json").unlink()
     with pytest.raises(ValueError, match=r"summary.json in .* isn't the one that its evaluation wrote"):
-        model_card(tiny_drafter_dir, CardOptions(evaluations=[edited]))
+        model_card(tiny_drafter_dir, CardOptions(records=[edited]))

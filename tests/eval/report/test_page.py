@@ -18,8 +18,8 @@ from outrider.eval.records.names import setting_words
 from outrider.eval.records.records import EvalRecord
 from outrider.eval.records.run_files import RECORDED_OPTIONS, Audit, RunInfo, write_info
 from outrider.eval.report.page import write_report
-from outrider.eval.report.page_tables import Value, column
 from outrider.eval.report.runs import read_groups
+from outrider.eval.report.sections import Value, column
 from outrider.eval.results.rows import rows_of
 from outrider.models.phases import PhaseSeconds
 

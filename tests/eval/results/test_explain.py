@@ -113,11 +113,10 @@ def test_a_drafter_that_falls_short_of_its_training_is_said(make_record):
     assert "another chat template" in doubt(1, 2.5, "there")
 
 
-def test_methods_are_explained_alone_and_records_without_drafts_are_an_error(make_record):
+def test_methods_are_explained_alone_and_records_without_drafts_are_left_out(make_record):
     records = [traced(make_record, "mm"), traced(make_record, "rr", method="medusa", label="Medusa"), make_record()]
     assert [(one.label, one.causes[0].name) for one in explain(records, {})] == [("EAGLE", NOT_LEARNED), ("Medusa", RANKED)]
-    with pytest.raises(ValueError, match=r"profile_prompts, which is 0 here.*--eval\.profile_prompts 16"):
-        explain([make_record()], {})
+    assert explain([make_record()], {}) == []
 
 
 def test_temperatures_and_batch_sizes_are_explained_apart(make_record):
