@@ -54,8 +54,8 @@ def certify_command(options: CertifyOptions, line: CommandLine) -> None:
     resumes.
     """
     # torch and the modules that use it load too slowly for --help
-    from ..data.files import guarded
-    from ..eval.certify.certificate import certificate_table, false_alarm_rate, passes, unfinished_file, write_certificate
+    from ..data.files import guarded, write_json
+    from ..eval.certify.certificate import certificate_of, certificate_table, unfinished_file
 
     # 1. Run the checks.
     output = options.output
@@ -65,12 +65,14 @@ def certify_command(options: CertifyOptions, line: CommandLine) -> None:
         lines, subject = _decode(config, drafters, target, unfinished_file(output))
 
         # 2. Write the certificate and print it.
-        write_certificate(lines, subject, output)
+        certificate = certificate_of(lines, subject)
+        write_json(output, asdict(certificate))
         unfinished_file(output).unlink()
     (console := Console()).print(certificate_table(lines))
-    verdict = "[bold green]LOSSLESS[/]" if passes(lines) else "[bold red]NOT LOSSLESS[/]"
-    console.print(verdict, f"({output}); probability that a lossless decoder fails: at most {false_alarm_rate(lines):.1e}")
-    if not passes(lines):
+    verdict = "[bold green]LOSSLESS[/]" if certificate.passed else "[bold red]NOT LOSSLESS[/]"
+    rate = certificate.false_alarm_rate
+    console.print(verdict, f"({output}); probability that a lossless decoder fails: at most {rate:.1e}")
+    if not certificate.passed:
         raise SystemExit(1)
 
 

@@ -21,7 +21,7 @@ from ...models.decoding.pipelined import generate_pipelined
 from ...models.decoding.protocols import AcceptanceRule
 from ...models.drafters import NullDrafter
 from ...models.drafters.oracle import OracleDrafter, StreamingOracle
-from ...models.export.package import CertificateLine
+from ...models.export.package import Certificate, CertificateLine
 from ...models.llm.graphed_rule import rule_beside
 from ...models.llm.hf_target import HFTarget
 from ..measure.audit import audit
@@ -212,26 +212,14 @@ class PlainAnswers:
         )
 
 
-def passes(lines: Sequence[CertificateLine]) -> bool:
-    """Check that every line holds."""
-    return all(line.passed for line in lines)
+def certificate_of(lines: Sequence[CertificateLine], subject: Mapping[str, Any]) -> Certificate:
+    """Return the certificate of a subject: it passes if every line holds.
 
-
-def false_alarm_rate(lines: Sequence[CertificateLine]) -> float:
-    """Compute a bound on the probability of a negative verdict if everything is sound.
-
-    It is the sum over all tests (Bonferroni).
+    Its false-alarm rate bounds the probability that it fails although everything is sound: the sum over all
+    tests (Bonferroni).
     """
-    return sum(line.false_alarm_rate for line in lines)
-
-
-def write_certificate(lines: Sequence[CertificateLine], subject: dict[str, Any], path: Path) -> None:
-    """Write the certificate as JSON.
-
-    It has the verdict, its false-alarm rate, the certified subject, and every line.
-    """
-    verdict = {"passed": passes(lines), "false_alarm_rate": false_alarm_rate(lines)}
-    write_json(path, {**verdict, **subject, "lines": [asdict(line) for line in lines]})
+    rate = sum(line.false_alarm_rate for line in lines)
+    return Certificate(passed=all(line.passed for line in lines), false_alarm_rate=rate, lines=list(lines), **subject)
 
 
 def certificate_table(lines: Sequence[CertificateLine]) -> Table:

@@ -254,7 +254,10 @@ class Certificate:
     dtype: str | None = None
     quantization: str | None = None
     """Quantisation of the target at load time; empty without."""
+    chat_template_sha256: str | None = None
     form: str | None = None
+    stage_layers: list[int] | None = None
+    """Layers in each stage of a target in stages."""
     drafters: dict[str, str] = field(default_factory=dict)
     """Digest of each drafter's weights, by the drafter's name."""
 

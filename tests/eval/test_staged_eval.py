@@ -11,6 +11,7 @@ from outrider.eval.certify import samples
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.run import evaluate
 from outrider.models.drafters.saved.parts import parse_drafter_name
+from outrider.models.export.package import read_certificate
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
@@ -109,7 +110,7 @@ def test_a_certificate_is_of_the_pipelined_loop(command: list[str], tmp_path: Pa
     result = invoke(["certify", *command, "--limit", "2", "--decode", "pipelined"])
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "out").read_text())
-    assert written["stage_layers"] == [1, 1]
+    assert written["stage_layers"] == read_certificate(tmp_path / "out").stage_layers == [1, 1]
     subjects = [line["subject"] for line in written["lines"]]
     assert [", pipelined," in subject for subject in subjects] == [False, True, True, True]
     accepted = [int(re.search(r"(\d+) of them accepted", subject).group(1)) for subject in subjects]  # type: ignore[union-attr]

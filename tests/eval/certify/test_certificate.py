@@ -13,7 +13,7 @@ from outrider.eval.certify import samples
 from outrider.eval.records.run_files import Audit
 from outrider.models.decoding import Sampling, SpeculativeSampling, TypicalAcceptance
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter, save_drafter
-from outrider.models.export.package import CertificateLine
+from outrider.models.export.package import CertificateLine, read_certificate
 from outrider.models.llm import cuda_graphs as graphs
 from outrider.models.llm import loading as targets
 from outrider.models.llm import tree_attention
@@ -58,6 +58,7 @@ def test_a_target_and_a_drafter_are_certified(decoding, dtype, monkeypatch, tmp_
     assert "an oracle drafter (drafts the right answers)" in oracle
     assert int(oracle.split()[-5]) > 4, "accepted paths were not exercised"
     assert certificate["false_alarm_rate"] == pytest.approx(3 * samples.FALSE_ALARM_RATE)
+    assert read_certificate(tmp_path / "certificate.json").passed, "a package takes it"
 
 
 @pytest.mark.slow
