@@ -21,12 +21,12 @@ from transformers.cache_utils import DynamicCache
 
 from ...data.types import DrafterBatch
 from ..decoding.sampling import Randomness, foreseen
-from ..decoding.types import Prompts, TargetOutput
+from ..decoding.types import NO_NODE, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_of
 from ..llm.tree_attention import expanded, visible_columns
 from ..llm.tree_cache import TreeCache
-from .beams import GroupSearch, SearchTree, largest, level_sizes
+from .beams import SearchTree, largest
 from .branches import Branches, Entries, KeysAndValues, Masks
 from .cached_drafter import CachedDrafter, CachedText, read_prompts
 from .decoder_layer import make_rotary, rotary_options
@@ -219,7 +219,10 @@ class FeatureDrafter(CachedDrafter):
 
     @property
     def max_nodes(self) -> int:
-        return min(self.config.tree_nodes, sum(level_sizes(self._num_children, self.config.top_k, self.config.depth)))
+        sizes = [self._num_children]
+        while len(sizes) < self.config.depth:
+            sizes.append(self._num_children * min(self.config.top_k, sizes[-1]))
+        return min(self.config.tree_nodes, sum(sizes))
 
     @property
     def _num_children(self) -> int:
@@ -260,18 +263,26 @@ class FeatureDrafter(CachedDrafter):
         At each depth the `top_k` most probable nodes are expanded (arXiv 2406.16858, section 4.1).
         `output` is the layer's output at the last committed token.
         """
-        lengths = cache.lengths.device
-        hidden, result = output[:, None], GroupSearch(len(output), output.device)
-        # For each of the nodes to expand, which of the entries read so far are the node itself or its
-        # ancestors.
+        lengths, hidden = cache.lengths.device, output[:, None]
+        # The nodes to expand, and the log-probabilities of their paths: at first the root.
+        scores = torch.zeros(len(output), 1, device=output.device)
+        nodes, num_nodes = torch.full_like(scores, NO_NODE, dtype=torch.long), 0
+        levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        # For each of them, which of the entries read so far are the node itself or its ancestors.
         related = torch.zeros(len(output), 1, 0, dtype=torch.bool, device=output.device)
         while True:
-            # 1. The children of each node.
-            result.add(*self._likeliest_children(hidden, result.depth, generator))
-            if result.depth == self.config.depth:
-                return result.tree()
-            # 2. The most probable paths of this depth.
-            tokens, parent = result.expand(self.config.top_k)
+            # 1. The children of each node, in its order.
+            tokens, log_probs = self._likeliest_children(hidden, len(levels), generator)
+            num_children, scores = tokens.shape[2], (scores[..., None] + log_probs).flatten(1)
+            tokens = tokens.flatten(1)
+            levels.append((tokens, nodes.repeat_interleave(num_children, dim=1), scores))
+            if len(levels) == self.config.depth:
+                return SearchTree.of(levels)
+            # 2. The most probable paths of this depth. A stable sort, unlike `topk`, takes the first of equal scores on
+            # every device.
+            chosen = scores.sort(dim=1, descending=True, stable=True).indices[:, : self.config.top_k]
+            nodes, num_nodes = num_nodes + chosen, num_nodes + tokens.shape[1]
+            tokens, scores, parent = tokens.gather(1, chosen), scores.gather(1, chosen), chosen // num_children
             itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
             offset = related.shape[2]
             related = torch.cat([related.gather(1, parent[..., None].expand(-1, -1, offset)), itself], dim=2)
@@ -281,7 +292,7 @@ class FeatureDrafter(CachedDrafter):
             hidden = self.read(
                 tokens,
                 hidden.gather(1, parent[..., None].expand(-1, -1, hidden.shape[-1])),
-                (lengths + result.depth - 1)[:, None].expand_as(tokens),
+                (lengths + len(levels) - 1)[:, None].expand_as(tokens),
                 cache,
                 visible_columns(related, lengths, cache.extent)[:, None],
             )
