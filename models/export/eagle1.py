@@ -12,7 +12,7 @@ bias. In SGLang (python/sglang/srt/models/llama_eagle.py and qwen2_eagle.py) it 
 we write zeros for a drafter without a bias. In the release it may have one.
 """
 
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,32 +96,17 @@ def write_sglang(drafter: Eagle, target: HFTarget) -> FolderContents:
     return FolderContents(config=config, tensors=tensors)
 
 
-def read_vllm(folder: Folder, target: HFTarget) -> Reading:
-    """Describe how to read a folder of vLLM; see `read`.
+def read(folder: Folder, target: HFTarget, *, lacks_zeros: bool = False) -> Reading:
+    """Describe how to read a folder with EAGLE-1's weights, from an engine or the release.
 
-    A drafter whose export left out a bias of zeros gets the zeros back.
+    With `lacks_zeros` a drafter whose export left out a bias of zeros gets the zeros back.
     """
-    reading = read(folder, target)
-    if "fc.bias" in folder.shapes:
-        return reading
-
-    def convert(tensors: Tensors, config: EagleConfig) -> Tensors:
-        zeros = {"fc.bias": torch.zeros_like(tensors["fc.weight"][:, 0])} if config.bias else {}
-        return reading.convert(tensors, config) | zeros
-
-    names = {name: written_name for name, written_name in _names().items() if name != "fc.bias"}
-    return replace(reading, rename=lambda config: names, convert=convert)
-
-
-def read(folder: Folder, target: HFTarget) -> Reading:
-    """Describe how to read a folder with EAGLE-1's weights, from an engine or the release."""
     # 1. Check the configuration.
-    config = _with_kind(folder)
+    config, has_bias = _with_kind(folder), "fc.bias" in folder.shapes
     keys = read_keys(EagleKeys, config, folder)
-    if keys.bias is not None and keys.bias != ("fc.bias" in folder.shapes):
+    if keys.bias is not None and keys.bias != has_bias:
         raise ValueError(
-            f"{folder.path} has bias {keys.bias} in config.json, but fc.bias is "
-            f"{'there' if 'fc.bias' in folder.shapes else 'missing'}; "
+            f"{folder.path} has bias {keys.bias} in config.json, but fc.bias is {'there' if has_bias else 'missing'}; "
             "complete the download"
         )
     layer = read_layers(keys, folder, target)
@@ -135,21 +120,18 @@ def read(folder: Folder, target: HFTarget) -> Reading:
 
     def convert(tensors: Tensors, config: EagleConfig) -> Tensors:
         require_target_parts(tensors, target, head=True, folder=folder)
-        if not config.bias and "fc.bias" in tensors and tensors["fc.bias"].any():
+        if not config.bias and has_bias and tensors["fc.bias"].any():
             raise ValueError(f"{folder.path} has an fc.bias that isn't zero, but the drafter has none; export it again")
-        return {}
+        return {"fc.bias": torch.zeros_like(tensors["fc.weight"][:, 0])} if config.bias and lacks_zeros else {}
 
+    lacks_zeros = lacks_zeros and not has_bias
+    names = ("fc.weight", *([] if lacks_zeros else ["fc.bias"]), *(f"layer.{tensor}" for tensor in LAYER_TENSORS))
     return Reading(
-        options={"bias": "fc.bias" in folder.shapes, "init": "random", "layer": layer},
-        rename=lambda config: _names(),
+        options={"bias": has_bias, "init": "random", "layer": layer},
+        rename=lambda config: {name: _exported_name(name) for name in names},
         optional=optional,
         convert=convert,
     )
-
-
-def _names() -> dict[str, str]:
-    """Map each tensor that a drafter may have to its name in the format."""
-    return {name: _exported_name(name) for name in ("fc.weight", "fc.bias", *(f"layer.{tensor}" for tensor in LAYER_TENSORS))}
 
 
 def _with_kind(folder: Folder) -> dict[str, Any]:
@@ -168,5 +150,5 @@ def is_of(folder: Folder) -> bool:
     return {"fc.weight", PREFIX + LAYER_WEIGHTS[0]} <= names and PREFIX + "input_layernorm.weight" not in names
 
 
-VLLM = Format(name="eagle1-vllm", kind="eagle", write=write_vllm, read=read_vllm, is_of=is_of)
+VLLM = Format(name="eagle1-vllm", kind="eagle", write=write_vllm, read=partial(read, lacks_zeros=True), is_of=is_of)
 SGLANG = Format(name="eagle1-sglang", kind="eagle", write=write_sglang, read=read, is_of=is_of)
