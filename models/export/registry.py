@@ -15,7 +15,7 @@ from ..drafters.registry import kind_of
 from ..drafters.saved.build import drafter_of_weights, saved_spec
 from ..drafters.saved.folder import read_drafter_config, require_fitting_target
 from ..llm.hf_target import HFTarget
-from . import apple, dspark, eagle1, eagle3, medusa, mtp, speculators, transformers_model
+from . import apple, dspark, eagle1, eagle3, medusa, mtp, transformers_model
 from .folders import WEIGHT_FILES, open_folder
 from .formats import Format, read_folder, read_note, take_dtype, write_folder
 
@@ -23,7 +23,7 @@ FORMATS: dict[str, Format] = {
     format.name: format
     for format in (
         dspark.SPECULATORS,
-        speculators.FORMAT,
+        eagle3.SPECULATORS,
         eagle3.FORMAT,
         dspark.DEEPSPEC,
         apple.FORMAT,
