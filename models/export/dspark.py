@@ -4,7 +4,7 @@
     layers.{i}.self_attn.{q,k,v,o}_proj.weight, {q,k}_norm.weight             the same
     layers.{i}.mlp.{gate,up,down}_proj.weight, {input,post_attention}_layernorm.weight
     markov_head.markov_w1.weight [V, r], markov_w2.weight [draft, r]          correction.*
-    lm_head.weight [draft, H]; d2t, t2d (see `draft_vocabulary`)              of a reduced vocabulary only
+    lm_head.weight [draft, H]; d2t, t2d (see `speculators`)              of a reduced vocabulary only
     embed_tokens.weight, lm_head.weight                                       the target's own, where they are there
     confidence_head.proj.{weight,bias}                                        left out: it changes no draft
 
@@ -37,7 +37,6 @@ from ..drafters.block import Block
 from ..drafters.options import BlockConfig
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers
-from .draft_vocabulary import vocabulary_reading, write_vocabulary
 from .folders import Folder
 from .formats import FolderContents, Format, Reading, Tensors
 from .llama import (
@@ -52,7 +51,7 @@ from .llama import (
     require_sizes,
     write_config,
 )
-from .speculators import SpeculatorKeys, write_proposal
+from .speculators import SpeculatorKeys, vocabulary_reading, write_proposal, write_vocabulary
 
 logger = logging.getLogger(__name__)
 

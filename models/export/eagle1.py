@@ -31,7 +31,6 @@ from .llama import (
     LayerKeys,
     describe,
     embedding_problems,
-    layer_config,
     layer_problems,
     raise_unsupported,
     read_keys,
@@ -82,7 +81,7 @@ def write_vllm(drafter: Eagle, target: HFTarget) -> FolderContents:
 
 def write_sglang(drafter: Eagle, target: HFTarget) -> FolderContents:
     """Build the contents of a folder for SGLang; `fc.bias` is zeros if the drafter has none."""
-    is_qwen2 = layer_config(drafter.layer).model_type == "qwen2"
+    is_qwen2 = drafter.layer.self_attn.config.model_type == "qwen2"
     biases = frozenset(QKV_BIASES) if is_qwen2 else frozenset()
     kinds = ("llama", "mistral", "qwen2")
     problems = layer_problems(drafter.layer, engine="SGLang's EAGLE", allowed=biases, kinds=kinds)

@@ -32,7 +32,6 @@ from ..drafters.eagle3 import Eagle3
 from ..drafters.options import Eagle3Config
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers
-from .draft_vocabulary import vocabulary_reading, write_vocabulary
 from .folders import Folder
 from .formats import FolderContents, Format, Reading, Tensors
 from .llama import (
@@ -47,7 +46,7 @@ from .llama import (
     require_sizes,
     write_config,
 )
-from .speculators import SpeculatorKeys, write_proposal
+from .speculators import SpeculatorKeys, vocabulary_reading, write_proposal, write_vocabulary
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 NORMS = ("fc_norm", "norm_before_fc", "norm_output")

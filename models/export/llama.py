@@ -135,11 +135,6 @@ def read_keys(keys: type[Keys], config: Mapping[str, Any], folder: Folder) -> Ke
         ) from None
 
 
-def layer_config(layer: Any) -> Any:
-    """Return transformers' configuration of a drafter's layer."""
-    return layer.self_attn.config
-
-
 def describe(config: Any) -> dict[str, Any]:
     """Describe a layer's form, with every option (see `decoder_layer.FORM_OPTIONS`)."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -158,7 +153,7 @@ def layer_problems(layer: Any, *, engine: str, allowed: frozenset[str], kinds: t
 
     It supports the weights LAYER_WEIGHTS and `allowed`.
     """
-    config = layer_config(layer)
+    config = layer.self_attn.config
     remedy = f"train with 'drafter.layer={{model_type: {kinds[0]}}}'"
     if config.model_type not in kinds:
         return [f"its layer is {config.model_type}'s, but {engine} supports {' or '.join(kinds)}'s only ({remedy})"]
@@ -204,7 +199,7 @@ def write_config(layer: Any, target: HFTarget) -> dict[str, Any]:
 
     The names are those that transformers 4 and 5 both read.
     """
-    form = describe(layer_config(layer))
+    form = describe(layer.self_attn.config)
     rope = form.pop("rope_parameters")
     theta = rope.pop("rope_theta")
     return {
