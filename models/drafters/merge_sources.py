@@ -25,10 +25,9 @@ from ..decoding.tree import DraftTree, depths_of
 from ..decoding.types import NO_NODE, AcceptedPath, Prompts, TargetOutput
 from .base import TrainableDrafter
 from .calibration import BIN_BOUNDS, MAX_SOURCES, OutcomeCounts, start_of_text
-from .candidates import Candidates
 from .growing_draft import GrowingModel, GrowingRow, GrowingText
 from .merging import MAX_WALKS, MergedRow, MergeWalk, Proposals, follow, grow, odds_of_ring, rows_of_search
-from .training_free import FreeState, TrainingFreeDrafter
+from .training_free import Candidates, FreeState, TrainingFreeDrafter
 
 FOREIGN = -2
 """Parent of a node in a growing model's proposals, if it isn't the model's own candidate."""

@@ -12,6 +12,7 @@ tokens per step and 1.48x, and prompt lookup, without a datastore, 1.75 and 1.66
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,7 +23,6 @@ from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree, tree_of
 from ..decoding.types import AcceptedPath, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
-from .candidates import Candidates
 
 NOWHERE = -1
 TOKEN_BITS = 24
@@ -77,6 +77,23 @@ def continuation(text: Sequence[int], position: int, tokens: Sequence[int], leng
     """
     period = [*text[position + 1 : position + 1 + length], *tokens]
     return (period * (length // len(period) + 1))[:length]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Candidates for the draft tree of one row, by one drafter: nodes, and how likely they are."""
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    """See `tree.Links`."""
+    scores: Sequence[float]
+    """The drafter's estimate that a candidate is accepted if its parent is, between 0 and 1."""
+    bins: Sequence[int]
+    """The drafter's evidence for each candidate, as a number. Candidates of one bin are about as likely
+    to be accepted: calibration counts by bin."""
+
+
+NO_CANDIDATES = Candidates(tokens=(), parents=(), scores=(), bins=())
 
 
 class FreeState(NamedTuple):

@@ -29,7 +29,6 @@ from outrider.models.decoding.tree import tree_of
 from outrider.models.decoding.types import NO_NODE, Counts
 from outrider.models.decoding.window import DraftRun, PassAnswer
 from outrider.models.drafters import NullDrafter, build_drafter, growing_draft, load_drafter, parse_drafter
-from outrider.models.drafters.candidates import Candidates
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.options import DraftModelConfig
@@ -37,6 +36,7 @@ from outrider.models.drafters.recycling import MASKS, after
 from outrider.models.drafters.registry import TRAINING_FREE
 from outrider.models.drafters.streaming_merge import LEAST_PROB, MAX_NODES, streaming_drafter
 from outrider.models.drafters.suffix import Suffix, SuffixConfig
+from outrider.models.drafters.training_free import Candidates
 from outrider.models.llm.hf_target import HFTarget
 
 from ...decoded import texts_of
