@@ -9,7 +9,7 @@ REST (arXiv 2311.08252) copies from a datastore of many texts by a suffix array.
 tokens per step and 1.48x, and prompt lookup, without a datastore, 1.75 and 1.66x.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,7 +106,7 @@ class FreeState(NamedTuple):
     """The last tokens; None if the host hasn't read them yet."""
 
 
-class TrainingFreeDrafter(Drafter[FreeState, FreeState], ABC):
+class TrainingFreeDrafter(Drafter[FreeState, FreeState]):
     """Base class of drafters that need no training.
 
     The state has a store for each row, on the host. A tree is a function of the text (and of the
