@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from jaxtyping import Float, Int
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
@@ -21,6 +22,7 @@ from ..llm.recurrent_states import find_mixers
 from ..llm.tree_attention import FULL
 from ..llm.tree_attention import IMPLEMENTATION as GROUPED_HEADS
 from .branches import Entries
+from .cached_drafter import CachedDrafter
 from .shared_options import FORM_OPTIONS
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -51,7 +53,7 @@ def form_config(target: HFTarget, form: Mapping[str, Any]) -> Any:
     options = {name: getattr(target_config, name) for name in names if getattr(target_config, name, None) is not None}
     if rope := options.get("rope_parameters"):
         if all(isinstance(value, Mapping) for value in rope.values()):
-            # One set for each type of layer; the first layer's, as in `rotary_options`, if it has rotary embeddings.
+            # One set for each type of layer; the first layer's, as in `LayerDrafter`, if it has rotary embeddings.
             rope = rope.get(target_config.layer_types[0]) or next(iter(rope.values()))
         # A form rotates all dimensions of a head.
         options["rope_parameters"] = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
@@ -88,20 +90,46 @@ def require_heads_that_divide(config: Any) -> None:
         raise ValueError(f"head_dim is {head_dim}; rotary embeddings need an even number")
 
 
-def make_rotary(target: HFTarget, form: Mapping[str, Any]) -> nn.Module:
-    """Build the rotary embeddings of a form."""
-    rotary: nn.Module = FORMS[form["model_type"]][2](form_config(target, form))
-    return rotary
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of rotary embeddings."""
 
 
-def rotary_options(rotary: nn.Module, target: HFTarget, kind: str | None = None) -> dict[str, str]:
-    """Return the arguments of rotary embeddings besides positions.
+class LayerDrafter(CachedDrafter):
+    """A drafter with decoder layers, which reads the target's embeddings."""
 
-    Some models have others for each kind of layer. None is the first layer's, as in `make_layer`.
-    """
-    if "layer_type" not in inspect.signature(rotary.forward).parameters:
-        return {}
-    return {"layer_type": kind or target.model.config.get_text_config().layer_types[0]}
+    own_rotary: nn.Module | None
+    """Rotary embeddings of layers of a named form; None if they use the target's."""
+
+    def share(self, target: HFTarget, form: Mapping[str, Any] | None, kind: str | None = None) -> None:
+        """Share the target's parts with layers of this form; if it is None, the layers are like the target's.
+
+        Some models have other rotary embeddings for each kind of layer. If `kind` is None, they are the first layer's, as
+        in `make_layer`.
+        """
+        self.own_rotary = None if form is None else FORMS[form["model_type"]][2](form_config(target, form))
+        rotary: Any = self.own_rotary or decoder_of(target.model).rotary_emb
+        # References only: in a tuple, the target's parts are neither saved nor trained with the drafter.
+        self._target_parts = target.embed_tokens, rotary
+        self._rotary_options = {}
+        if "layer_type" in inspect.signature(rotary.forward).parameters:
+            self._rotary_options["layer_type"] = kind or target.model.config.get_text_config().layer_types[0]
+
+    def embed(self, tokens: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch hidden"]:
+        """Return the target's embeddings in the drafter's dtype."""
+        embeddings: torch.Tensor = self._target_parts[0](tokens)
+        return embeddings.to(next(self.parameters()).dtype)
+
+    def rotation(self, like: torch.Tensor, positions: Int[torch.Tensor, "rows seq"]) -> Rotation:
+        """Return the rotary embeddings of positions, in the type of `like`."""
+        rotary = self._target_parts[1]
+        rotations = rotary(like, positions, **self._rotary_options)
+        if not isinstance(rotations, tuple):
+            raise ValueError(
+                f"{type(rotary).__name__} rotates by complex numbers, and this drafter's layer by pairs of sines and cosines; "
+                "choose another drafter, such as redrafter"
+            )
+        cos, sin = rotations
+        return cos, sin
 
 
 def make_layer(target: HFTarget, input_width: int, form: Mapping[str, Any] | None = None) -> Any:

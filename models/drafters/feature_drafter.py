@@ -23,18 +23,14 @@ from ...data.types import DrafterBatch
 from ..decoding.sampling import Randomness, foreseen
 from ..decoding.types import NO_NODE, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
-from ..llm.hidden_states import decoder_of
 from ..llm.tree_attention import expanded, visible_columns
 from ..llm.tree_cache import TreeCache
 from .beams import SearchTree, largest
 from .branches import Branches, Entries, KeysAndValues, Masks
-from .cached_drafter import CachedDrafter, CachedText, read_prompts
-from .decoder_layer import make_rotary, rotary_options
+from .cached_drafter import CachedText, read_prompts
+from .decoder_layer import LayerDrafter, Rotation
 from .labels import Labels
 from .shared_options import TreeOptions
-
-Rotation = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines of rotary embeddings."""
 
 
 class TextEntries(NamedTuple):
@@ -45,7 +41,7 @@ class TextEntries(NamedTuple):
     values: torch.Tensor
 
 
-class FeatureDrafter(CachedDrafter):
+class FeatureDrafter(LayerDrafter):
     """A drafter with one decoder layer over pairs of embedding and feature.
 
     Subclasses define the layer's inputs and the logits of its outputs.
@@ -66,12 +62,7 @@ class FeatureDrafter(CachedDrafter):
         super().__init__()
         self.vocab_size = target.vocab_size
         self.layer = layer
-        self.own_rotary = None if form is None else make_rotary(target, form)
-        # References only: in a tuple, the target's parts are neither saved nor trained with the
-        # drafter.
-        self._target_parts = target.embed_tokens, None if form else decoder_of(target.model).rotary_emb
-        rotary: Any = self.own_rotary or self._target_parts[1]
-        self._rotary_options = rotary_options(rotary, target, kind)
+        self.share(target, form, kind)
 
     @abstractmethod
     def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq feature"]:
@@ -99,11 +90,6 @@ class FeatureDrafter(CachedDrafter):
     def logits(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch draft_vocab"]:
         """Return the logits of the next token from the layer's outputs."""
 
-    def embed(self, tokens: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch hidden"]:
-        """Return the target's embeddings in the drafter's dtype."""
-        embeddings: torch.Tensor = self._target_parts[0](tokens)
-        return embeddings.to(next(self.parameters()).dtype)
-
     def read(
         self,
         tokens: Int[torch.Tensor, "batch seq"],
@@ -118,19 +104,7 @@ class FeatureDrafter(CachedDrafter):
         keys and values and returns `hidden`: branches read no more than that from their text.
         """
         inputs = self.token_inputs(self.embed(tokens))
-        return self._read(inputs, hidden, self._rotation(inputs, positions), positions, cache, mask)
-
-    def _rotation(self, like: torch.Tensor, positions: Int[torch.Tensor, "rows seq"]) -> Rotation:
-        """Return the rotary embeddings of positions, in the type of `like`."""
-        rotary: Any = self.own_rotary or self._target_parts[1]
-        rotations = rotary(like, positions, **self._rotary_options)
-        if not isinstance(rotations, tuple):
-            raise ValueError(
-                f"{type(rotary).__name__} rotates by complex numbers, and this drafter's layer by pairs of sines and cosines; "
-                "choose another drafter, such as redrafter"
-            )
-        cos, sin = rotations
-        return cos, sin
+        return self._read(inputs, hidden, self.rotation(inputs, positions), positions, cache, mask)
 
     def _read(
         self,
@@ -184,7 +158,7 @@ class FeatureDrafter(CachedDrafter):
         num_depths = tokens.shape[1]
         positions = branches.positions[:, None] + torch.arange(num_depths, device=tokens.device)[:, None]
         inputs = self.token_inputs(self.embed(tokens))
-        cos, sin = (part.unflatten(1, (num_depths, -1)).unbind(1) for part in self._rotation(inputs, positions.flatten(1)))
+        cos, sin = (part.unflatten(1, (num_depths, -1)).unbind(1) for part in self.rotation(inputs, positions.flatten(1)))
         # 3. Read the branches depth by depth.
         hidden, masks = branches.spread(labels.at_positions(hidden)), Masks()
         step = self._go_deeper if self._keep_activations else partial(checkpoint, self._go_deeper, use_reentrant=False)
