@@ -11,7 +11,7 @@ tokens per step and 1.48x, and prompt lookup, without a datastore, 1.75 and 1.66
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -96,6 +96,15 @@ class Candidates:
 NO_CANDIDATES = Candidates(tokens=(), parents=(), scores=(), bins=())
 
 
+def each_once(rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Yield rows, each beginning with its text or store, without copies of the last one: they fill a batch up and share it."""
+    before = None
+    for row in rows:
+        if row[0] is not before:
+            yield row
+        before = row[0]
+
+
 class FreeState(NamedTuple):
     """The texts of a batch. A proposal passes it on with the last tokens, which its tree follows."""
 
@@ -176,11 +185,8 @@ class TrainingFreeDrafter(Drafter[FreeState, FreeState]):
     def advance(self, drafted: FreeState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> FreeState:
         assert drafted.last_tokens is not None, "propose has read the last tokens"
         entries = self.entries(drafted.last_tokens, tree, accepted, output)
-        before = None
-        for store, entry in zip(drafted.stores, entries, strict=True):
-            if store is not before:  # copies of a row, which fill a batch up, share its store
-                store.add(entry)
-            before = store
+        for store, entry in each_once(zip(drafted.stores, entries, strict=True)):
+            store.add(entry)
         return FreeState(drafted.stores, accepted.next_tokens)
 
     def select(self, state: FreeState, rows: Sequence[int]) -> FreeState:
