@@ -220,9 +220,9 @@ def start_from_target(layer: Any, fc: nn.Linear, target: HFTarget) -> None:
     both halves get the target's weights: each half is a vector of its residual stream.
     """
     # 1. Copy the target's last layer.
-    require_resident_weights(target, "set drafter.init=random")
-    require_plain_weights(decoder_layers(target.model)[-1], "set drafter.init=random")
-    source = dict(decoder_layers(target.model)[-1].named_parameters())
+    last_layer = decoder_layers(target.model)[-1]
+    require_copyable_weights(target, last_layer)
+    source = dict(last_layer.named_parameters())
     for name, parameter in layer.named_parameters():
         weight = whole(source[name]) if name in source else None
         if weight is not None and weight.shape != parameter.shape and weight.ndim == 2:
@@ -270,20 +270,12 @@ def _attention(
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention)
 
 
-def require_plain_weights(module: nn.Module, remedy: str) -> None:
-    """Raise ValueError if linear layers of a module have no plain weights to copy.
+def require_copyable_weights(target: HFTarget, module: nn.Module) -> None:
+    """Raise ValueError if weights of a target's module can't be copied.
 
-    Quantised layers have none.
+    They may be in other processes, streamed, or quantised: such linear layers have no plain weights.
     """
-    for name, part in module.named_modules():
-        weight = getattr(part, "weight", None)
-        plain = (type(weight) is nn.Parameter or isinstance(weight, DTensor)) and weight.is_floating_point()
-        if name.endswith(("proj", "fc1", "fc2")) and not plain:
-            raise ValueError(f"the target is quantised, and a drafter can't start with its layers: {remedy}")
-
-
-def require_resident_weights(target: HFTarget, remedy: str) -> None:
-    """Raise ValueError if a target's layers are streamed, or in other processes."""
+    remedy = "set drafter.init=random"
     if not target.has_layers:
         raise ValueError(
             f"the target's layers are in other processes (target.stage_layers), so their weights can't be copied: {remedy}"
@@ -293,6 +285,11 @@ def require_resident_weights(target: HFTarget, remedy: str) -> None:
             "the target's layers are read from its files during passes (target.memory_budget_gib), so their weights can't be "
             f"copied: {remedy}"
         )
+    for name, part in module.named_modules():
+        weight = getattr(part, "weight", None)
+        plain = (type(weight) is nn.Parameter or isinstance(weight, DTensor)) and weight.is_floating_point()
+        if name.endswith(("proj", "fc1", "fc2")) and not plain:
+            raise ValueError(f"the target is quantised, and a drafter can't start with its layers: {remedy}")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

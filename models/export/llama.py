@@ -14,6 +14,7 @@ from transformers.activations import ACT2FN
 
 from ...data.fields import OPTIONS, PositiveInt, one_of, problems_of, raise_problems
 from ..drafters.decoder_layer import FORMS, form_config
+from ..drafters.shared_options import FORM_OPTIONS
 from ..llm.hf_target import HFTarget
 from .folders import Folder
 
@@ -28,8 +29,6 @@ LAYER_WEIGHTS = (
     "post_attention_layernorm.weight",
 )
 QKV_BIASES = tuple(f"self_attn.{name}_proj.bias" for name in "qkv")
-FORM_KEYS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "hidden_act", "rms_norm_eps")
-BIASES = ("attention_bias", "mlp_bias")
 ROPE_OF_POSITIONS = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embeddings that depend only on their own parameters. Other kinds also depend on
 the length of the context."""
@@ -136,15 +135,13 @@ def read_keys(keys: type[Keys], config: Mapping[str, Any], folder: Folder) -> Ke
 
 
 def describe(config: Any) -> dict[str, Any]:
-    """Describe a layer's form, with every option (see `decoder_layer.FORM_OPTIONS`)."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rope = {"rope_type": "default", **(config.rope_parameters or {})}
+    """Describe a layer's form, with every option."""
+    options = {name: value for name in sorted(FORM_OPTIONS) if (value := getattr(config, name, None)) is not None}
     return {
         "model_type": config.model_type,
-        **{name: getattr(config, name) for name in FORM_KEYS},
-        **{name: getattr(config, name) for name in BIASES if getattr(config, name, None) is not None},
-        "head_dim": head_dim,
-        "rope_parameters": rope,
+        "head_dim": config.hidden_size // config.num_attention_heads,
+        **options,
+        "rope_parameters": {"rope_type": "default", **(config.rope_parameters or {})},
     }
 
 

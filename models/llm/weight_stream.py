@@ -79,7 +79,7 @@ class WeightStream:
     """Weights of a model's streamed units, read in the order in which passes use them.
 
     Between its turn and the next a unit's parameters are empty tensors: code that reads them then
-    finds nothing, not another unit's weights. `require_resident_weights` names such code's remedy.
+    finds nothing, not another unit's weights. `require_copyable_weights` names such code's remedy.
 
     A pass may end anywhere, by an error or because no later layer is needed. The next pass begins
     with the first unit again, and what was read for other units is dropped.
