@@ -42,7 +42,6 @@ from .formats import FolderContents, Format, Reading, Tensors
 from .llama import (
     LAYER_WEIGHTS,
     LayerKeys,
-    embedding_problems,
     layer_problems,
     order_problems,
     raise_unsupported,
@@ -178,8 +177,8 @@ def write_speculators(drafter: Block, target: HFTarget) -> FolderContents:
 def _problems(drafter: Block, target: HFTarget) -> list[str]:
     """List what makes a drafter unlike DSpark's."""
     config, layer = drafter.config, drafter.layers[0]
-    problems = layer_problems(layer, engine="DSpark", allowed=frozenset(NORMS), kinds=("qwen3",))
-    problems += order_problems(drafter.feature_layers) + embedding_problems(target)
+    problems = layer_problems(layer, target, engine="DSpark", allowed=frozenset(NORMS), kinds=("qwen3",))
+    problems += order_problems(drafter.feature_layers)
     if config.correction != "markov":
         problems.append(f"its correction is {config.correction}, but DSpark's is markov (train with drafter.correction=markov)")
     if config.inject:

@@ -30,7 +30,6 @@ from .llama import (
     QKV_BIASES,
     LayerKeys,
     describe,
-    embedding_problems,
     layer_problems,
     raise_unsupported,
     read_keys,
@@ -68,12 +67,12 @@ def write_vllm(drafter: Eagle, target: HFTarget) -> FolderContents:
     Raises ValueError for a drafter whose `fc` has a bias other than zero, or with another kind of
     layer.
     """
-    problems = layer_problems(drafter.layer, engine="vLLM's EAGLE", allowed=frozenset(), kinds=("llama", "mistral"))
+    problems = layer_problems(drafter.layer, target, engine="vLLM's EAGLE", allowed=frozenset(), kinds=("llama", "mistral"))
     tensors = _tensors(drafter)
     bias = tensors.pop("fc.bias", None)
     if bias is not None and bias.any():
         problems.append("its fc has a bias, but vLLM's has none (train with drafter.bias=false)")
-    raise_unsupported(problems + embedding_problems(target), VLLM.name)
+    raise_unsupported(problems, VLLM.name)
     return FolderContents(
         config={"architectures": ["LlamaForCausalLM"], **write_config(drafter.layer, target)}, tensors=tensors
     )
@@ -84,8 +83,8 @@ def write_sglang(drafter: Eagle, target: HFTarget) -> FolderContents:
     is_qwen2 = drafter.layer.self_attn.config.model_type == "qwen2"
     biases = frozenset(QKV_BIASES) if is_qwen2 else frozenset()
     kinds = ("llama", "mistral", "qwen2")
-    problems = layer_problems(drafter.layer, engine="SGLang's EAGLE", allowed=biases, kinds=kinds)
-    raise_unsupported(problems + embedding_problems(target), SGLANG.name)
+    problems = layer_problems(drafter.layer, target, engine="SGLang's EAGLE", allowed=biases, kinds=kinds)
+    raise_unsupported(problems, SGLANG.name)
     tensors = _tensors(drafter)
     tensors.setdefault("fc.bias", torch.zeros_like(drafter.fc.weight[:, 0]))
     config = {"architectures": ["LlamaForCausalLMEagle"], **write_config(drafter.layer, target)}

@@ -37,7 +37,6 @@ from .formats import FolderContents, Format, Reading, Tensors
 from .llama import (
     LAYER_WEIGHTS,
     LayerKeys,
-    embedding_problems,
     layer_problems,
     order_problems,
     raise_unsupported,
@@ -128,9 +127,7 @@ def names_of(prefix: str, config: Eagle3Config) -> dict[str, str]:
 def _problems(drafter: Eagle3, target: HFTarget, engine: str) -> list[str]:
     """List the parts of the drafter's decoder layer, and of the target, that `engine` doesn't support."""
     allowed = frozenset({"input_layernorm.weight"})
-    return layer_problems(drafter.layer, engine=engine, allowed=allowed, kinds=("llama", "mistral")) + embedding_problems(
-        target
-    )
+    return layer_problems(drafter.layer, target, engine=engine, allowed=allowed, kinds=("llama", "mistral"))
 
 
 def _tensors(drafter: Eagle3, prefix: str) -> Tensors:

@@ -145,17 +145,23 @@ def describe(config: Any) -> dict[str, Any]:
     }
 
 
-def layer_problems(layer: Any, *, engine: str, allowed: frozenset[str], kinds: tuple[str, ...]) -> list[str]:
-    """List the parts of a drafter's layer that `engine` doesn't support.
+def layer_problems(layer: Any, target: HFTarget, *, engine: str, allowed: frozenset[str], kinds: tuple[str, ...]) -> list[str]:
+    """List the parts of a drafter's layer, and of its target, that `engine` doesn't support.
 
-    It supports the weights LAYER_WEIGHTS and `allowed`.
+    It supports the weights LAYER_WEIGHTS and `allowed`, and shares the table of the target's embeddings.
     """
-    config = layer.self_attn.config
+    config, embeddings, problems = layer.self_attn.config, target.embed_tokens, list[str]()
+    if type(embeddings).forward is not nn.Embedding.forward:
+        problems.append(
+            f"the target's {type(embeddings).__name__} computes more than a look-up, but the engines share its table only; "
+            "such a target has no format"
+        )
     remedy = f"train with 'drafter.layer={{model_type: {kinds[0]}}}'"
     if config.model_type not in kinds:
-        return [f"its layer is {config.model_type}'s, but {engine} supports {' or '.join(kinds)}'s only ({remedy})"]
+        return [f"its layer is {config.model_type}'s, but {engine} supports {' or '.join(kinds)}'s only ({remedy})", *problems]
     names = {name for name, _ in layer.named_parameters()} - {*LAYER_WEIGHTS, *allowed}
-    problems = [f"its layer has {', '.join(sorted(names))}, which {engine} doesn't support ({remedy})"] if names else []
+    if names:
+        problems.append(f"its layer has {', '.join(sorted(names))}, which {engine} doesn't support ({remedy})")
     if config.hidden_act != "silu":
         problems.append(f"its layer's activation is {config.hidden_act}, but {engine} supports silu only ({remedy})")
     windows = [kind for kind in (getattr(config, "layer_types", None) or ()) if kind != "full_attention"]
@@ -172,17 +178,6 @@ def order_problems(feature_layers: Sequence[int]) -> list[str]:
         return []
     remedy = f"train with drafter.feature_layers={sorted(feature_layers)}"
     return [f"it reads the target's layers in the order {list(feature_layers)}, but vLLM in ascending order ({remedy})"]
-
-
-def embedding_problems(target: HFTarget) -> list[str]:
-    """List the problem that the target's embeddings are more than the table that engines share."""
-    embeddings = target.embed_tokens
-    if not isinstance(embeddings, nn.Embedding) or type(embeddings).forward is nn.Embedding.forward:
-        return []
-    name = type(embeddings).__name__
-    return [
-        f"the target's {name} computes more than a look-up, but the engines share its table only; such a target has no format"
-    ]
 
 
 def raise_unsupported(problems: list[str], name: str) -> None:
