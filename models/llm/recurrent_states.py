@@ -27,8 +27,7 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import Cache
 
-from ...data.device import to_device
-from .cache_columns import copied_to_host
+from ...data.device import copied_to_host, to_device
 
 STATE_METHODS = ("update_conv_state", "update_recurrent_state")
 """Methods of transformers' caches that only mixers call."""
