@@ -26,14 +26,13 @@ from transformers.cache_utils import DynamicCache
 
 from ...data.types import DrafterBatch
 from ..decoding.sampling import Randomness, RowSeeds, Sampling, foreseen, sharpness
-from ..decoding.types import Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers, decoder_of
 from ..llm.tree_attention import visible_columns
 from ..llm.tree_cache import TreeCache
 from .beams import SearchTree, beam_search
 from .branches import Branches, Masks, Slots
-from .cached_drafter import CachedText, read_prompts
+from .cached_drafter import CachedText
 from .corrections import Markov, Recurrent, lattice_search
 from .decoder_layer import LayerDrafter, make_layer, start_from_target
 from .fused_layers import FusedLayers, spread_feature_layers
@@ -273,11 +272,8 @@ class Block(FusedLayers, ReducedVocabulary, LayerDrafter):
             sizes.append(min(self.config.width, sizes[-1] * steps))
         return min(self.config.tree_nodes, sum(sizes))
 
-    def begin(self, cache: TreeCache, prompts: Prompts, prefill: TargetOutput) -> CachedText:
-        def write(tokens: torch.Tensor, features: torch.Tensor, positions: torch.Tensor) -> None:
-            self.write_context(self.context(features), positions, cache)
-
-        return read_prompts(cache, prompts, self.target_features(prefill), write)
+    def write(self, tokens: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, cache: TreeCache) -> None:
+        self.write_context(self.context(features), positions, cache)
 
     def search_after(self, state: CachedText, last_token: Int[torch.Tensor, " batch"], generator: Randomness) -> SearchTree:
         outputs = self._draft_pass(state, last_token)

@@ -1,7 +1,8 @@
-"""The decoder layer of EAGLE's drafters and MTP heads: of the target's kind, or of another named form."""
+"""Decoder layers of drafters, of the target's kind or of another named form, and the base class of drafters with such."""
 
 import copy
 import inspect
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,13 +17,15 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
+from ..decoding.types import Counts, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers, decoder_of, layer_configs
 from ..llm.recurrent_states import find_mixers
 from ..llm.tree_attention import FULL
 from ..llm.tree_attention import IMPLEMENTATION as GROUPED_HEADS
+from ..llm.tree_cache import TreeCache
 from .branches import Entries
-from .cached_drafter import CachedDrafter
+from .cached_drafter import CachedDrafter, CachedText
 from .shared_options import FORM_OPTIONS
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -113,6 +116,29 @@ class LayerDrafter(CachedDrafter):
         self._rotary_options = {}
         if "layer_type" in inspect.signature(rotary.forward).parameters:
             self._rotary_options["layer_type"] = kind or target.model.config.get_text_config().layer_types[0]
+
+    @abstractmethod
+    def write(self, tokens: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, cache: TreeCache) -> None:
+        """Add an entry for each feature [batch, entry, feature], at positions [1, entry].
+
+        Its token in `tokens` [batch, entry] is the one after the feature's.
+        """
+
+    def begin(self, cache: TreeCache, prompts: Prompts, prefill: TargetOutput) -> CachedText:
+        features, (batch, num_tokens) = self.target_features(prefill), prompts.input_ids.shape
+        assert features is not None
+        # At least one entry, which isn't kept: the cache then has its memory before anything is recorded.
+        num_read = max(1, num_tokens - 1)
+        cache.begin_prefill(batch, num_read)
+        positions = torch.arange(num_read, device=features.device)[None]
+        self.write(prompts.input_ids[:, -num_read:], features[:, :num_read], positions, cache)
+        cache.keep(None, Counts.of([length - 1 for length in prompts.lengths], features.device))
+        return CachedText(
+            cache=cache,
+            unread_tokens=prompts.last(prompts.input_ids)[:, None],
+            unread_features=prompts.last(features)[:, None],
+            num_unread=Counts.of([1] * batch, features.device),
+        )
 
     def embed(self, tokens: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch hidden"]:
         """Return the target's embeddings in the drafter's dtype."""

@@ -21,13 +21,13 @@ from transformers.cache_utils import DynamicCache
 
 from ...data.types import DrafterBatch
 from ..decoding.sampling import Randomness, foreseen
-from ..decoding.types import NO_NODE, Prompts, TargetOutput
+from ..decoding.types import NO_NODE, TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.tree_attention import expanded, visible_columns
 from ..llm.tree_cache import TreeCache
 from .beams import SearchTree, largest
 from .branches import Branches, Entries, KeysAndValues, Masks
-from .cached_drafter import CachedText, read_prompts
+from .cached_drafter import CachedText
 from .decoder_layer import LayerDrafter, Rotation
 from .labels import Labels
 from .shared_options import TreeOptions
@@ -202,11 +202,8 @@ class FeatureDrafter(LayerDrafter):
     def _num_children(self) -> int:
         return min(self.config.top_k, self.vocabulary.num_outputs)
 
-    def begin(self, cache: TreeCache, prompts: Prompts, prefill: TargetOutput) -> CachedText:
-        def write(tokens: torch.Tensor, features: torch.Tensor, positions: torch.Tensor) -> None:
-            self.read(tokens, self.fuse(features), positions, cache, None)
-
-        return read_prompts(cache, prompts, self.target_features(prefill), write)
+    def write(self, tokens: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, cache: TreeCache) -> None:
+        self.read(tokens, self.fuse(features), positions, cache, None)
 
     def search_after(self, state: CachedText, last_token: Int[torch.Tensor, " batch"], generator: Randomness) -> SearchTree:
         """Read the new entries, then search."""
