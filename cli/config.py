@@ -247,7 +247,7 @@ class RunConfig:
         return problems
 
     def _export_problems(self) -> list[str]:
-        from ..models.export.registry import ENGINES, FORMATS, holds_kind  # imports torch and transformers
+        from ..models.export.registry import ENGINES, FORMATS, format_for  # imports torch and transformers
 
         problems = []
         if self.target.tensor_parallel and self.export.formats:
@@ -258,7 +258,7 @@ class RunConfig:
             f"{' or '.join(ENGINES[name]) if name in ENGINES else FORMATS[name].kind}, and the drafter is {', '.join(kinds)}; "
             f"remove {name}"
             for name in self.export.formats
-            if not any(holds_kind(name, kind) for kind in kinds)
+            if not any(format_for(name, kind) for kind in kinds)
         ]
 
 

@@ -1,33 +1,21 @@
 """Speculative decoding with draft trees: the loop, the trees, and the acceptance rules."""
 
-from ..phases import PhaseSeconds
-from .acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
-from .loop import generate, stream_text
-from .pipelined import generate_pipelined
-from .sampling import RowSeeds, Sampling, warp
-from .speculation import ExpectedSpeculation
-from .stopping import Finish
-from .tree import DraftTree, chain_tree, empty_tree
-from .types import Acceptance, Prompts, Step, TargetOutput
-
-__all__ = [
-    "Acceptance",
-    "DraftTree",
-    "ExpectedSpeculation",
-    "Finish",
-    "GreedyAcceptance",
-    "PhaseSeconds",
-    "Prompts",
-    "RowSeeds",
-    "Sampling",
-    "SpeculativeSampling",
-    "Step",
-    "TargetOutput",
-    "TypicalAcceptance",
-    "chain_tree",
-    "empty_tree",
-    "generate",
-    "generate_pipelined",
-    "stream_text",
-    "warp",
-]
+from ..phases import PhaseSeconds as PhaseSeconds
+from .acceptance import GreedyAcceptance as GreedyAcceptance
+from .acceptance import SpeculativeSampling as SpeculativeSampling
+from .acceptance import TypicalAcceptance as TypicalAcceptance
+from .loop import generate as generate
+from .loop import stream_text as stream_text
+from .pipelined import generate_pipelined as generate_pipelined
+from .sampling import RowSeeds as RowSeeds
+from .sampling import Sampling as Sampling
+from .sampling import warp as warp
+from .speculation import ExpectedSpeculation as ExpectedSpeculation
+from .stopping import Finish as Finish
+from .tree import DraftTree as DraftTree
+from .tree import chain_tree as chain_tree
+from .tree import empty_tree as empty_tree
+from .types import Acceptance as Acceptance
+from .types import Prompts as Prompts
+from .types import Step as Step
+from .types import TargetOutput as TargetOutput

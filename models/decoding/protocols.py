@@ -13,6 +13,7 @@ Compiled or recorded passes write to memory of a fixed address, and a drafter ha
 the next `init_state` takes it over, and ends all states that came before it.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -123,16 +124,20 @@ class Drafter(Protocol[State, Drafted]):
     """Proposer of draft trees. Its states are used once: see the module's docstring."""
 
     @property
+    @abstractmethod
     def max_nodes(self) -> int:
         """The largest number of nodes of its trees: the target's KV cache keeps room for them."""
 
     @property
+    @abstractmethod
     def feature_layers(self) -> tuple[int, ...]:
         """Layers of the target whose inputs the drafter reads: all outputs then have `features`."""
 
+    @abstractmethod
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> State:
         """Return the state after the prompts, with room for `max_new_tokens` more in each row."""
 
+    @abstractmethod
     def propose(
         self, state: State, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[DraftTree, Drafted]:
@@ -150,6 +155,7 @@ class Drafter(Protocol[State, Drafted]):
         """
         return None
 
+    @abstractmethod
     def advance(self, drafted: Drafted, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> State:
         """Return the state after the last token and the accepted path, without the bonus token.
 
@@ -157,6 +163,7 @@ class Drafter(Protocol[State, Drafted]):
         token.
         """
 
+    @abstractmethod
     def select(self, state: State, rows: Sequence[int]) -> State:
         """Return the state of these rows of the batch only.
 

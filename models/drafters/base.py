@@ -1,6 +1,6 @@
 """Base classes of trained drafters: all, and those of the target's last state (see `cached_drafter` for the others)."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from .objective import Loss, Objective
 from .vocabulary import DraftVocabulary
 
 
-class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
+class TrainableDrafter(nn.Module, Drafter[Any, Any]):
     """Base class of drafters that are trained.
 
     The target's parameters that a drafter reads are not registered as its parameters.
@@ -61,19 +61,6 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
             raise ValueError(f"distill.horizon is {horizon}; a drafter needs labels of at least 2 tokens to learn from")
 
     # --- decoding: see `Drafter`
-
-    @property
-    @abstractmethod
-    def max_nodes(self) -> int: ...
-
-    @abstractmethod
-    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Any: ...
-
-    @abstractmethod
-    def advance(self, drafted: Any, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> Any: ...
-
-    @abstractmethod
-    def select(self, state: Any, rows: Sequence[int]) -> Any: ...
 
     @abstractmethod
     def search(

@@ -26,16 +26,15 @@ from transformers.cache_utils import DynamicCache
 
 from ...data.types import DrafterBatch
 from ..decoding.sampling import Randomness, RowSeeds, Sampling, foreseen, sharpness
-from ..decoding.types import Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers, decoder_of
 from ..llm.tree_attention import visible_columns
 from ..llm.tree_cache import TreeCache
 from .beams import SearchTree, beam_search
 from .branches import Branches, Masks, Slots
-from .cached_drafter import CachedDrafter, CachedText, read_prompts
+from .cached_drafter import CachedText
 from .corrections import Markov, Recurrent, lattice_search
-from .decoder_layer import make_layer, make_rotary, rotary_options, start_from_target
+from .decoder_layer import LayerDrafter, make_layer, start_from_target
 from .fused_layers import FusedLayers, spread_feature_layers
 from .labels import Labels
 from .objective import Loss, Objective
@@ -47,7 +46,7 @@ SLOT_STD = 0.02
 """Standard deviation of the slots' vectors before training, where slots read nothing else."""
 
 
-class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
+class Block(FusedLayers, ReducedVocabulary, LayerDrafter):
     """The block drafter."""
 
     Config = BlockConfig
@@ -69,12 +68,9 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
         self.layers = nn.ModuleList(make_layer(target, width, config.layer) for _ in range(config.num_layers))
         for index in range(config.num_layers):
             self.layers[index].self_attn.layer_idx = index
-        rotary: Any = None if config.layer else decoder_of(target.model).rotary_emb
-        # References only: in a tuple, the target's parts are neither saved nor trained.
-        self._target_parts = target.embed_tokens, rotary, target.head
+        self.share(target, config.layer)
+        self._target_head = (target.head,)  # a reference only: in a tuple, it is neither saved nor trained
         # 2. The context and the slots.
-        self.own_rotary = None if config.layer is None else make_rotary(target, config.layer)
-        self._rotary_options = rotary_options(self.own_rotary or rotary, target)
         self.fc = nn.Linear(len(self.feature_layers) * width, width, bias=False)
         template = self.layers[0].input_layernorm
         self.hidden_norm, self.norm = copy.deepcopy(template), copy.deepcopy(template)
@@ -114,14 +110,9 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
 
     # --- the network
 
-    def embed(self, tokens: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch hidden"]:
-        """Return the target's embeddings in the drafter's dtype."""
-        embeddings: torch.Tensor = self._target_parts[0](tokens)
-        return embeddings.to(self.fc.weight.dtype)
-
     def head(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch output"]:
         """Return logits without a correction, by the drafter's own head or the target's."""
-        head: nn.Linear = self.lm_head if self.config.draft_vocab_size is not None else self._target_parts[2]
+        head: nn.Linear = self.lm_head if self.config.draft_vocab_size is not None else self._target_head[0]
         logits: torch.Tensor = head(outputs.to(head.weight.dtype))
         return logits
 
@@ -145,7 +136,7 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
         self, context: Float[torch.Tensor, "batch seq hidden"], positions: Int[torch.Tensor, "rows seq"], cache: Any
     ) -> None:
         """Add the keys and values of tokens to all layers' cache. Nothing else of a token is read."""
-        rotations = self._rotations(context, positions)
+        rotations = self.rotation(context, positions)
         for index in range(self.config.num_layers):
             self.layers[index].self_attn(
                 context,
@@ -169,7 +160,7 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
         With `context` the pass also writes the keys and values of so many tokens, whose queries
         come before those of the slots.
         """
-        rotations, hidden = self._rotations(inputs, positions), inputs
+        rotations, hidden = self.rotation(inputs, positions), inputs
         for index in range(self.config.num_layers):
             step = partial(self._layer_outputs, index, positions=positions, cache_of=cache_of, context=context)
             if not self._keep_activations:
@@ -211,10 +202,6 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
         """Return the output that serves each draft token: its slot's, or else the last slot's."""
         last = outputs[:, -1:].expand(-1, max(0, num_tokens - self.num_slots), -1)
         return torch.cat([outputs, last], dim=1)[:, :num_tokens]
-
-    def _rotations(self, values: torch.Tensor, positions: Int[torch.Tensor, "rows seq"]) -> Any:
-        rotary: Any = self.own_rotary or self._target_parts[1]
-        return rotary(values, positions, **self._rotary_options)
 
     # --- the search: see `RecurrentDrafter`
 
@@ -285,11 +272,8 @@ class Block(FusedLayers, ReducedVocabulary, CachedDrafter):
             sizes.append(min(self.config.width, sizes[-1] * steps))
         return min(self.config.tree_nodes, sum(sizes))
 
-    def begin(self, cache: TreeCache, prompts: Prompts, prefill: TargetOutput) -> CachedText:
-        def write(tokens: torch.Tensor, features: torch.Tensor, positions: torch.Tensor) -> None:
-            self.write_context(self.context(features), positions, cache)
-
-        return read_prompts(cache, prompts, self.target_features(prefill), write)
+    def write(self, tokens: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, cache: TreeCache) -> None:
+        self.write_context(self.context(features), positions, cache)
 
     def search_after(self, state: CachedText, last_token: Int[torch.Tensor, " batch"], generator: Randomness) -> SearchTree:
         outputs = self._draft_pass(state, last_token)

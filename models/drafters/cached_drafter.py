@@ -186,31 +186,6 @@ class CachedDrafter(TrainableDrafter):
         return state.select(rows)
 
 
-def read_prompts(
-    cache: TreeCache,
-    prompts: Prompts,
-    features: Float[torch.Tensor, "batch seq feature"],
-    write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object],
-) -> CachedText:
-    """Read prompts without their last tokens into an empty cache, and return the state.
-
-    `write` is called once, with tokens [batch, entry], features [batch, entry, feature] and positions
-    [1, entry]. It adds an entry for each feature; the entry's token is the one after the feature's.
-    """
-    batch, num_tokens = prompts.input_ids.shape
-    # At least one entry, which isn't kept: the cache then has its memory before anything is recorded.
-    num_read = max(1, num_tokens - 1)
-    cache.begin_prefill(batch, num_read)
-    write(prompts.input_ids[:, -num_read:], features[:, :num_read], torch.arange(num_read, device=features.device)[None])
-    cache.keep(None, Counts.of([length - 1 for length in prompts.lengths], features.device))
-    return CachedText(
-        cache=cache,
-        unread_tokens=prompts.last(prompts.input_ids)[:, None],
-        unread_features=prompts.last(features)[:, None],
-        num_unread=Counts.of([1] * batch, features.device),
-    )
-
-
 def _after_own_tree(
     drafted: CachedDraft, tree: DraftTree, entries: Int[torch.Tensor, "batch node"], accepted: AcceptedPath
 ) -> CachedText:

@@ -1,12 +1,14 @@
-"""The decoder layer of EAGLE's drafters and MTP heads: of the target's kind, or of another named form."""
+"""Decoder layers of drafters, of the target's kind or of another named form, and the base class of drafters with such."""
 
 import copy
 import inspect
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from jaxtyping import Float, Int
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
@@ -15,12 +17,15 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
+from ..decoding.types import Counts, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers, decoder_of, layer_configs
 from ..llm.recurrent_states import find_mixers
 from ..llm.tree_attention import FULL
 from ..llm.tree_attention import IMPLEMENTATION as GROUPED_HEADS
+from ..llm.tree_cache import TreeCache
 from .branches import Entries
+from .cached_drafter import CachedDrafter, CachedText
 from .shared_options import FORM_OPTIONS
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -51,7 +56,7 @@ def form_config(target: HFTarget, form: Mapping[str, Any]) -> Any:
     options = {name: getattr(target_config, name) for name in names if getattr(target_config, name, None) is not None}
     if rope := options.get("rope_parameters"):
         if all(isinstance(value, Mapping) for value in rope.values()):
-            # One set for each type of layer; the first layer's, as in `rotary_options`, if it has rotary embeddings.
+            # One set for each type of layer; the first layer's, as in `LayerDrafter`, if it has rotary embeddings.
             rope = rope.get(target_config.layer_types[0]) or next(iter(rope.values()))
         # A form rotates all dimensions of a head.
         options["rope_parameters"] = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
@@ -88,20 +93,69 @@ def require_heads_that_divide(config: Any) -> None:
         raise ValueError(f"head_dim is {head_dim}; rotary embeddings need an even number")
 
 
-def make_rotary(target: HFTarget, form: Mapping[str, Any]) -> nn.Module:
-    """Build the rotary embeddings of a form."""
-    rotary: nn.Module = FORMS[form["model_type"]][2](form_config(target, form))
-    return rotary
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of rotary embeddings."""
 
 
-def rotary_options(rotary: nn.Module, target: HFTarget, kind: str | None = None) -> dict[str, str]:
-    """Return the arguments of rotary embeddings besides positions.
+class LayerDrafter(CachedDrafter):
+    """A drafter with decoder layers, which reads the target's embeddings."""
 
-    Some models have others for each kind of layer. None is the first layer's, as in `make_layer`.
-    """
-    if "layer_type" not in inspect.signature(rotary.forward).parameters:
-        return {}
-    return {"layer_type": kind or target.model.config.get_text_config().layer_types[0]}
+    own_rotary: nn.Module | None
+    """Rotary embeddings of layers of a named form; None if they use the target's."""
+
+    def share(self, target: HFTarget, form: Mapping[str, Any] | None, kind: str | None = None) -> None:
+        """Share the target's parts with layers of this form; if it is None, the layers are like the target's.
+
+        Some models have other rotary embeddings for each kind of layer. If `kind` is None, they are the first layer's, as
+        in `make_layer`.
+        """
+        self.own_rotary = None if form is None else FORMS[form["model_type"]][2](form_config(target, form))
+        rotary: Any = self.own_rotary or decoder_of(target.model).rotary_emb
+        # References only: in a tuple, the target's parts are neither saved nor trained with the drafter.
+        self._target_parts = target.embed_tokens, rotary
+        self._rotary_options = {}
+        if "layer_type" in inspect.signature(rotary.forward).parameters:
+            self._rotary_options["layer_type"] = kind or target.model.config.get_text_config().layer_types[0]
+
+    @abstractmethod
+    def write(self, tokens: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, cache: TreeCache) -> None:
+        """Add an entry for each feature [batch, entry, feature], at positions [1, entry].
+
+        Its token in `tokens` [batch, entry] is the one after the feature's.
+        """
+
+    def begin(self, cache: TreeCache, prompts: Prompts, prefill: TargetOutput) -> CachedText:
+        features, (batch, num_tokens) = self.target_features(prefill), prompts.input_ids.shape
+        assert features is not None
+        # At least one entry, which isn't kept: the cache then has its memory before anything is recorded.
+        num_read = max(1, num_tokens - 1)
+        cache.begin_prefill(batch, num_read)
+        positions = torch.arange(num_read, device=features.device)[None]
+        self.write(prompts.input_ids[:, -num_read:], features[:, :num_read], positions, cache)
+        cache.keep(None, Counts.of([length - 1 for length in prompts.lengths], features.device))
+        return CachedText(
+            cache=cache,
+            unread_tokens=prompts.last(prompts.input_ids)[:, None],
+            unread_features=prompts.last(features)[:, None],
+            num_unread=Counts.of([1] * batch, features.device),
+        )
+
+    def embed(self, tokens: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch hidden"]:
+        """Return the target's embeddings in the drafter's dtype."""
+        embeddings: torch.Tensor = self._target_parts[0](tokens)
+        return embeddings.to(next(self.parameters()).dtype)
+
+    def rotation(self, like: torch.Tensor, positions: Int[torch.Tensor, "rows seq"]) -> Rotation:
+        """Return the rotary embeddings of positions, in the type of `like`."""
+        rotary = self._target_parts[1]
+        rotations = rotary(like, positions, **self._rotary_options)
+        if not isinstance(rotations, tuple):
+            raise ValueError(
+                f"{type(rotary).__name__} rotates by complex numbers, and this drafter's layer by pairs of sines and cosines; "
+                "choose another drafter, such as redrafter"
+            )
+        cos, sin = rotations
+        return cos, sin
 
 
 def make_layer(target: HFTarget, input_width: int, form: Mapping[str, Any] | None = None) -> Any:
@@ -192,9 +246,9 @@ def start_from_target(layer: Any, fc: nn.Linear, target: HFTarget) -> None:
     both halves get the target's weights: each half is a vector of its residual stream.
     """
     # 1. Copy the target's last layer.
-    require_resident_weights(target, "set drafter.init=random")
-    require_plain_weights(decoder_layers(target.model)[-1], "set drafter.init=random")
-    source = dict(decoder_layers(target.model)[-1].named_parameters())
+    last_layer = decoder_layers(target.model)[-1]
+    require_copyable_weights(target, last_layer)
+    source = dict(last_layer.named_parameters())
     for name, parameter in layer.named_parameters():
         weight = whole(source[name]) if name in source else None
         if weight is not None and weight.shape != parameter.shape and weight.ndim == 2:
@@ -242,20 +296,12 @@ def _attention(
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention)
 
 
-def require_plain_weights(module: nn.Module, remedy: str) -> None:
-    """Raise ValueError if linear layers of a module have no plain weights to copy.
+def require_copyable_weights(target: HFTarget, module: nn.Module) -> None:
+    """Raise ValueError if weights of a target's module can't be copied.
 
-    Quantised layers have none.
+    They may be in other processes, streamed, or quantised: such linear layers have no plain weights.
     """
-    for name, part in module.named_modules():
-        weight = getattr(part, "weight", None)
-        plain = (type(weight) is nn.Parameter or isinstance(weight, DTensor)) and weight.is_floating_point()
-        if name.endswith(("proj", "fc1", "fc2")) and not plain:
-            raise ValueError(f"the target is quantised, and a drafter can't start with its layers: {remedy}")
-
-
-def require_resident_weights(target: HFTarget, remedy: str) -> None:
-    """Raise ValueError if a target's layers are streamed, or in other processes."""
+    remedy = "set drafter.init=random"
     if not target.has_layers:
         raise ValueError(
             f"the target's layers are in other processes (target.stage_layers), so their weights can't be copied: {remedy}"
@@ -265,6 +311,11 @@ def require_resident_weights(target: HFTarget, remedy: str) -> None:
             "the target's layers are read from its files during passes (target.memory_budget_gib), so their weights can't be "
             f"copied: {remedy}"
         )
+    for name, part in module.named_modules():
+        weight = getattr(part, "weight", None)
+        plain = (type(weight) is nn.Parameter or isinstance(weight, DTensor)) and weight.is_floating_point()
+        if name.endswith(("proj", "fc1", "fc2")) and not plain:
+            raise ValueError(f"the target is quantised, and a drafter can't start with its layers: {remedy}")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

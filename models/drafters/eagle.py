@@ -79,7 +79,7 @@ class Eagle(StateDrafter):
         # 2. The objective on tokens, at the first depth, which is the only one trained.
         text = self.read_text(batch, noisy)
         outputs = self.unroll(batch, labels, text)
-        loss = self._score(labels, outputs, batch, objective)
+        loss = score(self.logits, (outputs,), labels, batch, objective, vocabulary=self.vocabulary)
         # 3. The distance to the target's next features, and the weighted sum of both.
         next_features = features.flatten(0, 1)[labels.text_index]  # [position, depth, hidden]
         distance = F.smooth_l1_loss(outputs, next_features.to(outputs.dtype), reduction="none").mean(-1)
@@ -95,15 +95,7 @@ class Eagle(StateDrafter):
         """Return the loss with counts and hits of the untrained depths added."""
         labels = labels.every(MEASURED_EVERY) if self.training else labels
         num_trained = len(loss.sums)
-        measured = self._score(labels, self.unroll(batch, labels, text), batch, Objective())
+        outputs = self.unroll(batch, labels, text)
+        measured = score(self.logits, (outputs,), labels, batch, Objective(), vocabulary=self.vocabulary)
         deeper = {name: getattr(measured, name)[num_trained:] for name in ("counts", "hits", "joint_hits")}
         return replace(loss, **{name: torch.cat([getattr(loss, name), values]) for name, values in deeper.items()})
-
-    def _score(
-        self,
-        labels: Labels,
-        outputs: Float[torch.Tensor, "position depth hidden"],
-        batch: DrafterBatch,
-        objective: Objective,
-    ) -> Loss:
-        return score(self.logits, (outputs,), labels, batch, objective, vocabulary=self.vocabulary)

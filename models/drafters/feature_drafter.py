@@ -21,20 +21,16 @@ from transformers.cache_utils import DynamicCache
 
 from ...data.types import DrafterBatch
 from ..decoding.sampling import Randomness, foreseen
-from ..decoding.types import Prompts, TargetOutput
+from ..decoding.types import NO_NODE, TargetOutput
 from ..llm.hf_target import HFTarget
-from ..llm.hidden_states import decoder_of
 from ..llm.tree_attention import expanded, visible_columns
 from ..llm.tree_cache import TreeCache
-from .beams import GroupSearch, SearchTree, largest, level_sizes
+from .beams import SearchTree, largest
 from .branches import Branches, Entries, KeysAndValues, Masks
-from .cached_drafter import CachedDrafter, CachedText, read_prompts
-from .decoder_layer import make_rotary, rotary_options
+from .cached_drafter import CachedText
+from .decoder_layer import LayerDrafter, Rotation
 from .labels import Labels
 from .shared_options import TreeOptions
-
-Rotation = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines of rotary embeddings."""
 
 
 class TextEntries(NamedTuple):
@@ -45,7 +41,7 @@ class TextEntries(NamedTuple):
     values: torch.Tensor
 
 
-class FeatureDrafter(CachedDrafter):
+class FeatureDrafter(LayerDrafter):
     """A drafter with one decoder layer over pairs of embedding and feature.
 
     Subclasses define the layer's inputs and the logits of its outputs.
@@ -66,12 +62,7 @@ class FeatureDrafter(CachedDrafter):
         super().__init__()
         self.vocab_size = target.vocab_size
         self.layer = layer
-        self.own_rotary = None if form is None else make_rotary(target, form)
-        # References only: in a tuple, the target's parts are neither saved nor trained with the
-        # drafter.
-        self._target_parts = target.embed_tokens, None if form else decoder_of(target.model).rotary_emb
-        rotary: Any = self.own_rotary or self._target_parts[1]
-        self._rotary_options = rotary_options(rotary, target, kind)
+        self.share(target, form, kind)
 
     @abstractmethod
     def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq feature"]:
@@ -99,11 +90,6 @@ class FeatureDrafter(CachedDrafter):
     def logits(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch draft_vocab"]:
         """Return the logits of the next token from the layer's outputs."""
 
-    def embed(self, tokens: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch hidden"]:
-        """Return the target's embeddings in the drafter's dtype."""
-        embeddings: torch.Tensor = self._target_parts[0](tokens)
-        return embeddings.to(next(self.parameters()).dtype)
-
     def read(
         self,
         tokens: Int[torch.Tensor, "batch seq"],
@@ -118,19 +104,7 @@ class FeatureDrafter(CachedDrafter):
         keys and values and returns `hidden`: branches read no more than that from their text.
         """
         inputs = self.token_inputs(self.embed(tokens))
-        return self._read(inputs, hidden, self._rotation(inputs, positions), positions, cache, mask)
-
-    def _rotation(self, like: torch.Tensor, positions: Int[torch.Tensor, "rows seq"]) -> Rotation:
-        """Return the rotary embeddings of positions, in the type of `like`."""
-        rotary: Any = self.own_rotary or self._target_parts[1]
-        rotations = rotary(like, positions, **self._rotary_options)
-        if not isinstance(rotations, tuple):
-            raise ValueError(
-                f"{type(rotary).__name__} rotates by complex numbers, and this drafter's layer by pairs of sines and cosines; "
-                "choose another drafter, such as redrafter"
-            )
-        cos, sin = rotations
-        return cos, sin
+        return self._read(inputs, hidden, self.rotation(inputs, positions), positions, cache, mask)
 
     def _read(
         self,
@@ -184,7 +158,7 @@ class FeatureDrafter(CachedDrafter):
         num_depths = tokens.shape[1]
         positions = branches.positions[:, None] + torch.arange(num_depths, device=tokens.device)[:, None]
         inputs = self.token_inputs(self.embed(tokens))
-        cos, sin = (part.unflatten(1, (num_depths, -1)).unbind(1) for part in self._rotation(inputs, positions.flatten(1)))
+        cos, sin = (part.unflatten(1, (num_depths, -1)).unbind(1) for part in self.rotation(inputs, positions.flatten(1)))
         # 3. Read the branches depth by depth.
         hidden, masks = branches.spread(labels.at_positions(hidden)), Masks()
         step = self._go_deeper if self._keep_activations else partial(checkpoint, self._go_deeper, use_reentrant=False)
@@ -219,17 +193,17 @@ class FeatureDrafter(CachedDrafter):
 
     @property
     def max_nodes(self) -> int:
-        return min(self.config.tree_nodes, sum(level_sizes(self._num_children, self.config.top_k, self.config.depth)))
+        sizes = [self._num_children]
+        while len(sizes) < self.config.depth:
+            sizes.append(self._num_children * min(self.config.top_k, sizes[-1]))
+        return min(self.config.tree_nodes, sum(sizes))
 
     @property
     def _num_children(self) -> int:
         return min(self.config.top_k, self.vocabulary.num_outputs)
 
-    def begin(self, cache: TreeCache, prompts: Prompts, prefill: TargetOutput) -> CachedText:
-        def write(tokens: torch.Tensor, features: torch.Tensor, positions: torch.Tensor) -> None:
-            self.read(tokens, self.fuse(features), positions, cache, None)
-
-        return read_prompts(cache, prompts, self.target_features(prefill), write)
+    def write(self, tokens: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, cache: TreeCache) -> None:
+        self.read(tokens, self.fuse(features), positions, cache, None)
 
     def search_after(self, state: CachedText, last_token: Int[torch.Tensor, " batch"], generator: Randomness) -> SearchTree:
         """Read the new entries, then search."""
@@ -260,18 +234,26 @@ class FeatureDrafter(CachedDrafter):
         At each depth the `top_k` most probable nodes are expanded (arXiv 2406.16858, section 4.1).
         `output` is the layer's output at the last committed token.
         """
-        lengths = cache.lengths.device
-        hidden, result = output[:, None], GroupSearch(len(output), output.device)
-        # For each of the nodes to expand, which of the entries read so far are the node itself or its
-        # ancestors.
+        lengths, hidden = cache.lengths.device, output[:, None]
+        # The nodes to expand, and the log-probabilities of their paths: at first the root.
+        scores = torch.zeros(len(output), 1, device=output.device)
+        nodes, num_nodes = torch.full_like(scores, NO_NODE, dtype=torch.long), 0
+        levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        # For each of them, which of the entries read so far are the node itself or its ancestors.
         related = torch.zeros(len(output), 1, 0, dtype=torch.bool, device=output.device)
         while True:
-            # 1. The children of each node.
-            result.add(*self._likeliest_children(hidden, result.depth, generator))
-            if result.depth == self.config.depth:
-                return result.tree()
-            # 2. The most probable paths of this depth.
-            tokens, parent = result.expand(self.config.top_k)
+            # 1. The children of each node, in its order.
+            tokens, log_probs = self._likeliest_children(hidden, len(levels), generator)
+            num_children, scores = tokens.shape[2], (scores[..., None] + log_probs).flatten(1)
+            tokens = tokens.flatten(1)
+            levels.append((tokens, nodes.repeat_interleave(num_children, dim=1), scores))
+            if len(levels) == self.config.depth:
+                return SearchTree.of(levels)
+            # 2. The most probable paths of this depth. A stable sort, unlike `topk`, takes the first of equal scores on
+            # every device.
+            chosen = scores.sort(dim=1, descending=True, stable=True).indices[:, : self.config.top_k]
+            nodes, num_nodes = num_nodes + chosen, num_nodes + tokens.shape[1]
+            tokens, scores, parent = tokens.gather(1, chosen), scores.gather(1, chosen), chosen // num_children
             itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
             offset = related.shape[2]
             related = torch.cat([related.gather(1, parent[..., None].expand(-1, -1, offset)), itself], dim=2)
@@ -281,7 +263,7 @@ class FeatureDrafter(CachedDrafter):
             hidden = self.read(
                 tokens,
                 hidden.gather(1, parent[..., None].expand(-1, -1, hidden.shape[-1])),
-                (lengths + result.depth - 1)[:, None].expand_as(tokens),
+                (lengths + len(levels) - 1)[:, None].expand_as(tokens),
                 cache,
                 visible_columns(related, lengths, cache.extent)[:, None],
             )

@@ -10,7 +10,7 @@ of the merged tree, whichever source has proposed them.
 """
 
 from bisect import bisect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,10 +25,9 @@ from ..decoding.tree import DraftTree, depths_of
 from ..decoding.types import NO_NODE, AcceptedPath, Prompts, TargetOutput
 from .base import TrainableDrafter
 from .calibration import BIN_BOUNDS, MAX_SOURCES, OutcomeCounts, start_of_text
-from .candidates import Candidates
 from .growing_draft import GrowingModel, GrowingRow, GrowingText
 from .merging import MAX_WALKS, MergedRow, MergeWalk, Proposals, follow, grow, odds_of_ring, rows_of_search
-from .training_free import FreeState, TrainingFreeDrafter
+from .training_free import Candidates, FreeState, TrainingFreeDrafter, each_once
 
 FOREIGN = -2
 """Parent of a node in a growing model's proposals, if it isn't the model's own candidate."""
@@ -270,15 +269,6 @@ class MergeSources:
                 is_first = tree.children(tree.parents[node])[0] == node
                 bin_index = bisect(BIN_BOUNDS, score) + is_first * (1 + len(BIN_BOUNDS))
                 proposals.add(parent, tree.tokens[node], score, bin_index)
-
-
-def each_once(rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """Yield rows, each beginning with its text, without the copies of the last one: they fill a batch up and share its text."""
-    before = None
-    for row in rows:
-        if row[0] is not before:
-            yield row
-        before = row[0]
 
 
 def odds_of_draws(generator: Randomness, row: int, candidates: Candidates, depth: int = 0) -> list[float] | None:

@@ -25,7 +25,7 @@ from .calibration import (
     source_key,
     teach,
 )
-from .candidates import NO_CANDIDATES, Candidates
+from .training_free import NO_CANDIDATES, Candidates
 
 DISSENT = 0.65
 """Share of the best single estimate that a token keeps if a source proposes only other tokens there.

@@ -15,8 +15,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from ...data.fields import OPTIONS, PositiveInt
-from .candidates import NO_CANDIDATES, Candidates
-from .training_free import NgramIndex, TrainingFreeDrafter, continuation, ngram_keys
+from .training_free import NO_CANDIDATES, Candidates, NgramIndex, TrainingFreeDrafter, continuation, ngram_keys
 
 PRIOR = ((0.35, 0.6, 0.7), (0.5, 0.7, 0.8), (0.6, 0.75, 0.85))
 """Estimates that a draft token is accepted, by n (1, 2, more) and depth (1, 2, deeper)."""

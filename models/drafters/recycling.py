@@ -25,8 +25,7 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE, AcceptedPath, TargetOutput
 from ..llm.hf_target import HFTarget
 from .beams import largest
-from .candidates import Candidates
-from .training_free import TOKEN_BITS, TrainingFreeDrafter
+from .training_free import TOKEN_BITS, Candidates, TrainingFreeDrafter
 
 PRIOR = (
     (0.40, 0.12, 0.07, 0.05, 0.03, 0.02, 0.02, 0.02),

@@ -17,7 +17,7 @@ from ..llm.loading import load_target
 from ..llm.own_tokenizer import MIN_TOKENIZER_SHARE
 from ..llm.pretrained import attention_of, loading_errors
 from ..llm.tree_attention import FULL, STATE_KINDS
-from .decoder_layer import require_plain_weights, require_resident_weights, whole
+from .decoder_layer import require_copyable_weights, whole
 from .options import DraftModelConfig
 
 NOT_ARCHITECTURE = ("_name_or_path", "architectures", "auto_map", "dtype", "quantization_config", "transformers_version")
@@ -89,8 +89,7 @@ def smaller_architecture(config: DraftModelConfig, target: HFTarget) -> dict[str
 @torch.no_grad()
 def first_layers(model: PreTrainedModel, target: HFTarget) -> None:
     """Copy the target's weights into a model that is the target with fewer layers."""
-    require_resident_weights(target, "set drafter.init=random")
-    require_plain_weights(target.model, "set drafter.init=random")
+    require_copyable_weights(target, target.model)
     weights, target_weights = model.state_dict(), target.model.state_dict()
     if missing := sorted(weights.keys() - target_weights.keys()):
         raise ValueError(f"the target has no {missing[0]}, so the draft model can't start with its layers; set init=random")

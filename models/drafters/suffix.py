@@ -18,14 +18,7 @@ from pydantic.dataclasses import dataclass as options
 
 from ...data.fields import OPTIONS, PositiveInt
 from ..decoding.types import NO_NODE
-from .candidates import NO_CANDIDATES, Candidates
-from .training_free import (
-    NOWHERE,
-    NgramIndex,
-    TrainingFreeDrafter,
-    continuation,
-    ngram_keys,
-)
+from .training_free import NO_CANDIDATES, NOWHERE, Candidates, NgramIndex, TrainingFreeDrafter, continuation, ngram_keys
 
 INDEXED_NGRAM = 4
 """Longest n-gram that is indexed. The positions of longer ones are filtered from its positions."""

@@ -9,9 +9,10 @@ REST (arXiv 2311.08252) copies from a datastore of many texts by a suffix array.
 tokens per step and 1.48x, and prompt lookup, without a datastore, 1.75 and 1.66x.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,7 +23,6 @@ from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree, tree_of
 from ..decoding.types import AcceptedPath, Prompts, TargetOutput
 from ..llm.hf_target import HFTarget
-from .candidates import Candidates
 
 NOWHERE = -1
 TOKEN_BITS = 24
@@ -79,6 +79,32 @@ def continuation(text: Sequence[int], position: int, tokens: Sequence[int], leng
     return (period * (length // len(period) + 1))[:length]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Candidates for the draft tree of one row, by one drafter: nodes, and how likely they are."""
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    """See `tree.Links`."""
+    scores: Sequence[float]
+    """The drafter's estimate that a candidate is accepted if its parent is, between 0 and 1."""
+    bins: Sequence[int]
+    """The drafter's evidence for each candidate, as a number. Candidates of one bin are about as likely
+    to be accepted: calibration counts by bin."""
+
+
+NO_CANDIDATES = Candidates(tokens=(), parents=(), scores=(), bins=())
+
+
+def each_once(rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Yield rows, each beginning with its text or store, without copies of the last one: they fill a batch up and share it."""
+    before = None
+    for row in rows:
+        if row[0] is not before:
+            yield row
+        before = row[0]
+
+
 class FreeState(NamedTuple):
     """The texts of a batch. A proposal passes it on with the last tokens, which its tree follows."""
 
@@ -89,7 +115,7 @@ class FreeState(NamedTuple):
     """The last tokens; None if the host hasn't read them yet."""
 
 
-class TrainingFreeDrafter(Drafter[FreeState, FreeState], ABC):
+class TrainingFreeDrafter(Drafter[FreeState, FreeState]):
     """Base class of drafters that need no training.
 
     The state has a store for each row, on the host. A tree is a function of the text (and of the
@@ -159,11 +185,8 @@ class TrainingFreeDrafter(Drafter[FreeState, FreeState], ABC):
     def advance(self, drafted: FreeState, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> FreeState:
         assert drafted.last_tokens is not None, "propose has read the last tokens"
         entries = self.entries(drafted.last_tokens, tree, accepted, output)
-        before = None
-        for store, entry in zip(drafted.stores, entries, strict=True):
-            if store is not before:  # copies of a row, which fill a batch up, share its store
-                store.add(entry)
-            before = store
+        for store, entry in each_once(zip(drafted.stores, entries, strict=True)):
+            store.add(entry)
         return FreeState(drafted.stores, accepted.next_tokens)
 
     def select(self, state: FreeState, rows: Sequence[int]) -> FreeState:

@@ -4,7 +4,7 @@
     layers.{i}.self_attn.{q,k,v,o}_proj.weight, {q,k}_norm.weight             the same
     layers.{i}.mlp.{gate,up,down}_proj.weight, {input,post_attention}_layernorm.weight
     markov_head.markov_w1.weight [V, r], markov_w2.weight [draft, r]          correction.*
-    lm_head.weight [draft, H]; d2t, t2d (see `draft_vocabulary`)              of a reduced vocabulary only
+    lm_head.weight [draft, H]; d2t, t2d (see `speculators`)              of a reduced vocabulary only
     embed_tokens.weight, lm_head.weight                                       the target's own, where they are there
     confidence_head.proj.{weight,bias}                                        left out: it changes no draft
 
@@ -37,13 +37,11 @@ from ..drafters.block import Block
 from ..drafters.options import BlockConfig
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers
-from .draft_vocabulary import vocabulary_reading, write_vocabulary
 from .folders import Folder
 from .formats import FolderContents, Format, Reading, Tensors
 from .llama import (
     LAYER_WEIGHTS,
     LayerKeys,
-    embedding_problems,
     layer_problems,
     order_problems,
     raise_unsupported,
@@ -52,7 +50,7 @@ from .llama import (
     require_sizes,
     write_config,
 )
-from .speculators import SpeculatorKeys, write_proposal
+from .speculators import SpeculatorKeys, vocabulary_reading, write_proposal, write_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -179,8 +177,8 @@ def write_speculators(drafter: Block, target: HFTarget) -> FolderContents:
 def _problems(drafter: Block, target: HFTarget) -> list[str]:
     """List what makes a drafter unlike DSpark's."""
     config, layer = drafter.config, drafter.layers[0]
-    problems = layer_problems(layer, engine="DSpark", allowed=frozenset(NORMS), kinds=("qwen3",))
-    problems += order_problems(drafter.feature_layers) + embedding_problems(target)
+    problems = layer_problems(layer, target, engine="DSpark", allowed=frozenset(NORMS), kinds=("qwen3",))
+    problems += order_problems(drafter.feature_layers)
     if config.correction != "markov":
         problems.append(f"its correction is {config.correction}, but DSpark's is markov (train with drafter.correction=markov)")
     if config.inject:

@@ -12,7 +12,7 @@ bias. In SGLang (python/sglang/srt/models/llama_eagle.py and qwen2_eagle.py) it 
 we write zeros for a drafter without a bias. In the release it may have one.
 """
 
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +30,6 @@ from .llama import (
     QKV_BIASES,
     LayerKeys,
     describe,
-    embedding_problems,
-    layer_config,
     layer_problems,
     raise_unsupported,
     read_keys,
@@ -69,12 +67,12 @@ def write_vllm(drafter: Eagle, target: HFTarget) -> FolderContents:
     Raises ValueError for a drafter whose `fc` has a bias other than zero, or with another kind of
     layer.
     """
-    problems = layer_problems(drafter.layer, engine="vLLM's EAGLE", allowed=frozenset(), kinds=("llama", "mistral"))
+    problems = layer_problems(drafter.layer, target, engine="vLLM's EAGLE", allowed=frozenset(), kinds=("llama", "mistral"))
     tensors = _tensors(drafter)
     bias = tensors.pop("fc.bias", None)
     if bias is not None and bias.any():
         problems.append("its fc has a bias, but vLLM's has none (train with drafter.bias=false)")
-    raise_unsupported(problems + embedding_problems(target), VLLM.name)
+    raise_unsupported(problems, VLLM.name)
     return FolderContents(
         config={"architectures": ["LlamaForCausalLM"], **write_config(drafter.layer, target)}, tensors=tensors
     )
@@ -82,11 +80,11 @@ def write_vllm(drafter: Eagle, target: HFTarget) -> FolderContents:
 
 def write_sglang(drafter: Eagle, target: HFTarget) -> FolderContents:
     """Build the contents of a folder for SGLang; `fc.bias` is zeros if the drafter has none."""
-    is_qwen2 = layer_config(drafter.layer).model_type == "qwen2"
+    is_qwen2 = drafter.layer.self_attn.config.model_type == "qwen2"
     biases = frozenset(QKV_BIASES) if is_qwen2 else frozenset()
     kinds = ("llama", "mistral", "qwen2")
-    problems = layer_problems(drafter.layer, engine="SGLang's EAGLE", allowed=biases, kinds=kinds)
-    raise_unsupported(problems + embedding_problems(target), SGLANG.name)
+    problems = layer_problems(drafter.layer, target, engine="SGLang's EAGLE", allowed=biases, kinds=kinds)
+    raise_unsupported(problems, SGLANG.name)
     tensors = _tensors(drafter)
     tensors.setdefault("fc.bias", torch.zeros_like(drafter.fc.weight[:, 0]))
     config = {"architectures": ["LlamaForCausalLMEagle"], **write_config(drafter.layer, target)}
@@ -96,32 +94,17 @@ def write_sglang(drafter: Eagle, target: HFTarget) -> FolderContents:
     return FolderContents(config=config, tensors=tensors)
 
 
-def read_vllm(folder: Folder, target: HFTarget) -> Reading:
-    """Describe how to read a folder of vLLM; see `read`.
+def read(folder: Folder, target: HFTarget, *, lacks_zeros: bool = False) -> Reading:
+    """Describe how to read a folder with EAGLE-1's weights, from an engine or the release.
 
-    A drafter whose export left out a bias of zeros gets the zeros back.
+    With `lacks_zeros` a drafter whose export left out a bias of zeros gets the zeros back.
     """
-    reading = read(folder, target)
-    if "fc.bias" in folder.shapes:
-        return reading
-
-    def convert(tensors: Tensors, config: EagleConfig) -> Tensors:
-        zeros = {"fc.bias": torch.zeros_like(tensors["fc.weight"][:, 0])} if config.bias else {}
-        return reading.convert(tensors, config) | zeros
-
-    names = {name: written_name for name, written_name in _names().items() if name != "fc.bias"}
-    return replace(reading, rename=lambda config: names, convert=convert)
-
-
-def read(folder: Folder, target: HFTarget) -> Reading:
-    """Describe how to read a folder with EAGLE-1's weights, from an engine or the release."""
     # 1. Check the configuration.
-    config = _with_kind(folder)
+    config, has_bias = _with_kind(folder), "fc.bias" in folder.shapes
     keys = read_keys(EagleKeys, config, folder)
-    if keys.bias is not None and keys.bias != ("fc.bias" in folder.shapes):
+    if keys.bias is not None and keys.bias != has_bias:
         raise ValueError(
-            f"{folder.path} has bias {keys.bias} in config.json, but fc.bias is "
-            f"{'there' if 'fc.bias' in folder.shapes else 'missing'}; "
+            f"{folder.path} has bias {keys.bias} in config.json, but fc.bias is {'there' if has_bias else 'missing'}; "
             "complete the download"
         )
     layer = read_layers(keys, folder, target)
@@ -135,21 +118,18 @@ def read(folder: Folder, target: HFTarget) -> Reading:
 
     def convert(tensors: Tensors, config: EagleConfig) -> Tensors:
         require_target_parts(tensors, target, head=True, folder=folder)
-        if not config.bias and "fc.bias" in tensors and tensors["fc.bias"].any():
+        if not config.bias and has_bias and tensors["fc.bias"].any():
             raise ValueError(f"{folder.path} has an fc.bias that isn't zero, but the drafter has none; export it again")
-        return {}
+        return {"fc.bias": torch.zeros_like(tensors["fc.weight"][:, 0])} if config.bias and lacks_zeros else {}
 
+    lacks_zeros = lacks_zeros and not has_bias
+    names = ("fc.weight", *([] if lacks_zeros else ["fc.bias"]), *(f"layer.{tensor}" for tensor in LAYER_TENSORS))
     return Reading(
-        options={"bias": "fc.bias" in folder.shapes, "init": "random", "layer": layer},
-        rename=lambda config: _names(),
+        options={"bias": has_bias, "init": "random", "layer": layer},
+        rename=lambda config: {name: _exported_name(name) for name in names},
         optional=optional,
         convert=convert,
     )
-
-
-def _names() -> dict[str, str]:
-    """Map each tensor that a drafter may have to its name in the format."""
-    return {name: _exported_name(name) for name in ("fc.weight", "fc.bias", *(f"layer.{tensor}" for tensor in LAYER_TENSORS))}
 
 
 def _with_kind(folder: Folder) -> dict[str, Any]:
@@ -168,5 +148,5 @@ def is_of(folder: Folder) -> bool:
     return {"fc.weight", PREFIX + LAYER_WEIGHTS[0]} <= names and PREFIX + "input_layernorm.weight" not in names
 
 
-VLLM = Format(name="eagle1-vllm", kind="eagle", write=write_vllm, read=read_vllm, is_of=is_of)
+VLLM = Format(name="eagle1-vllm", kind="eagle", write=write_vllm, read=partial(read, lacks_zeros=True), is_of=is_of)
 SGLANG = Format(name="eagle1-sglang", kind="eagle", write=write_sglang, read=read, is_of=is_of)

@@ -1,4 +1,4 @@
-"""EAGLE-3 in the format of vLLM, SGLang and github.com/SafeAILab/EAGLE, in one file.
+"""EAGLE-3 in two formats: that of vLLM, SGLang and github.com/SafeAILab/EAGLE, and that of speculators.
 
     fc.weight [H, 3H]                                                        fc.weight
     midlayer.{input_layernorm,hidden_norm,post_attention_layernorm}.weight   layer.input_layernorm, hidden_norm, layer.*
@@ -13,6 +13,12 @@ The names are those of vllm/model_executor/models/llama_eagle3.py and
 python/sglang/srt/models/llama_eagle3.py. By default both read the inputs of the target's layers 2,
 n // 2 and n - 3. The key for other layers has different meanings in the two engines: SGLang adds 1
 to its numbers, vLLM doesn't. So a drafter of other layers is exported as `speculators`.
+
+In the format of speculators (see `speculators`), which vLLM loads, the names are the same with `layers.0` in place of
+`midlayer`. Only a reduced vocabulary has `d2t` and `t2d`. The target's `embed_tokens.weight` is included, because the
+library (0.9.0, transformers 5.19) would initialize it at random otherwise. `config.json` names the target and the
+layers whose inputs are read, with vLLM's meaning. `Eagle3SpeculatorConfig` and `Eagle3DraftModel`
+(src/speculators/models/eagle3/) read layer and form; scripts/engines/check_speculators.py checks this.
 """
 
 from dataclasses import field
@@ -26,19 +32,20 @@ from ..drafters.eagle3 import Eagle3
 from ..drafters.options import Eagle3Config
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers
-from .draft_vocabulary import vocabulary_reading, write_vocabulary
 from .folders import Folder
-from .formats import FolderContents, Format, Reading
+from .formats import FolderContents, Format, Reading, Tensors
 from .llama import (
     LAYER_WEIGHTS,
     LayerKeys,
-    embedding_problems,
     layer_problems,
+    order_problems,
     raise_unsupported,
     read_keys,
     read_layers,
+    require_sizes,
     write_config,
 )
+from .speculators import SpeculatorKeys, vocabulary_reading, write_proposal, write_vocabulary
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 NORMS = ("fc_norm", "norm_before_fc", "norm_output")
@@ -88,6 +95,18 @@ class Eagle3Keys(LayerKeys, NormKeys):
     target_model_type: Any = None
 
 
+@dataclass(kw_only=True, config=OPTIONS)
+class Eagle3SpeculatorKeys(SpeculatorKeys, NormKeys):
+    """Keys of a `config.json` of speculators."""
+
+    speculators_model_type: Literal["eagle3"]
+    auto_map: Any = None
+    eagle_aux_hidden_state_layer_ids: Any = None
+    embed_requires_grad: Literal[False] = False
+    has_no_defaults_at_init: Any = None
+    norm_before_residual: Literal[False] = False
+
+
 def usual_layers(num_layers: int) -> tuple[int, ...]:
     """Compute the layers that the engines read by default."""
     return (2, num_layers // 2, num_layers - 3)
@@ -102,11 +121,20 @@ def names_of(prefix: str, config: Eagle3Config) -> dict[str, str]:
     return layer | unchanged | {"hidden_norm.weight": f"{prefix}.hidden_norm.weight"}
 
 
-def eagle3_layer_problems(drafter: Eagle3, engine: str) -> list[str]:
-    """List the parts of the drafter's decoder layer that `engine` doesn't support."""
-    return layer_problems(
-        drafter.layer, engine=engine, allowed=frozenset({"input_layernorm.weight"}), kinds=("llama", "mistral")
-    )
+# --- export
+
+
+def _problems(drafter: Eagle3, target: HFTarget, engine: str) -> list[str]:
+    """List the parts of the drafter's decoder layer, and of the target, that `engine` doesn't support."""
+    allowed = frozenset({"input_layernorm.weight"})
+    return layer_problems(drafter.layer, target, engine=engine, allowed=allowed, kinds=("llama", "mistral"))
+
+
+def _tensors(drafter: Eagle3, prefix: str) -> Tensors:
+    """Return the tensors under the format's names, with the maps of a reduced vocabulary: readers know none of the whole."""
+    names = names_of(prefix, drafter.config)
+    tensors = {names[name]: tensor for name, tensor in drafter.state_dict().items() if name != "draft_tokens"}
+    return tensors if drafter.lm_head.out_features == drafter.vocab_size else tensors | write_vocabulary(drafter.vocabulary)
 
 
 def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
@@ -116,7 +144,7 @@ def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
     that has another kind of layer.
     """
     # 1. What the engines don't support.
-    problems = eagle3_layer_problems(drafter, "the engines' EAGLE-3") + embedding_problems(target)
+    problems = _problems(drafter, target, "the engines' EAGLE-3")
     usual = usual_layers(len(decoder_layers(target.model)))
     if drafter.feature_layers != usual:
         is_deep = list(usual) == sorted(set(usual))
@@ -126,19 +154,44 @@ def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
             f"{list(usual)} only ({remedy if is_deep else 'this target has too few layers for that'})"
         )
     raise_unsupported(problems, FORMAT.name)
-    # 2. The tensors under the engines' names.
-    names = names_of("midlayer", drafter.config)
-    tensors = {names[name]: tensor for name, tensor in drafter.state_dict().items() if name != "draft_tokens"}
-    if drafter.lm_head.out_features != drafter.vocab_size:  # vLLM doesn't support maps of the whole vocabulary
-        tensors |= write_vocabulary(drafter.vocabulary)
-    # 3. The configuration.
+    # 2. The configuration.
     config = {
         "architectures": [ARCHITECTURE],
         **write_config(drafter.layer, target),
         "draft_vocab_size": drafter.lm_head.out_features,
         **{name: True for name in NORMS if getattr(drafter.config, name)},
     }
-    return FolderContents(config=config, tensors=tensors)
+    return FolderContents(config=config, tensors=_tensors(drafter, "midlayer"))
+
+
+def write_speculators(drafter: Eagle3, target: HFTarget) -> FolderContents:
+    """Build the contents of a folder of speculators.
+
+    Raises ValueError for a drafter with another number of features than vLLM's, or another kind of
+    layer.
+    """
+    problems = _problems(drafter, target, "vLLM's EAGLE-3") + order_problems(drafter.feature_layers)
+    if len(drafter.feature_layers) != NUM_FEATURES:
+        problems.append(
+            f"it reads {len(drafter.feature_layers)} of the target's layers, but vLLM always provides {NUM_FEATURES} (train "
+            f"with {NUM_FEATURES} layers in drafter.feature_layers)"
+        )
+    raise_unsupported(problems, SPECULATORS.name)
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        **write_proposal("eagle3", drafter.config.depth, target),
+        "draft_vocab_size": drafter.lm_head.out_features,
+        "eagle_aux_hidden_state_layer_ids": list(drafter.feature_layers),
+        # Variants that drafters here don't have; the library's and vLLM's defaults differ for the first.
+        **dict.fromkeys(("norm_before_residual", "embed_requires_grad"), False),
+        **{name: getattr(drafter.config, name) for name in NORMS},
+        "transformer_layer_config": write_config(drafter.layer, target),
+    }
+    embeddings = target.embed_tokens.weight.to(drafter.fc.weight.dtype)
+    return FolderContents(config=config, tensors=_tensors(drafter, "layers.0") | {"embed_tokens.weight": embeddings})
+
+
+# --- import
 
 
 def read(folder: Folder, target: HFTarget) -> Reading:
@@ -178,4 +231,29 @@ def is_of(folder: Folder) -> bool:
     return _prefix(folder) is not None
 
 
+def read_speculators(folder: Folder, target: HFTarget) -> Reading:
+    """Describe how to read a folder of speculators.
+
+    Raises ValueError for its other algorithms and variants.
+    """
+    keys = read_keys(Eagle3SpeculatorKeys, folder.config, folder)
+    layers = read_keys(LayerKeys, keys.transformer_layer_config, folder)
+    require_sizes(vars(keys), folder, target)
+    options: dict[str, Any] = {"layer": read_layers(layers, folder, target), **keys.options()}
+    if keys.eagle_aux_hidden_state_layer_ids is not None:
+        options["feature_layers"] = keys.eagle_aux_hidden_state_layer_ids
+    methods = keys.speculators_config.proposal_methods
+    if methods and (depth := methods[0].get("speculative_tokens")) is not None:
+        options["depth"] = depth
+    return vocabulary_reading(
+        folder, target, options=options, draft_vocab_size=keys.draft_vocab_size, rename=partial(names_of, "layers.0")
+    )
+
+
+def is_of_speculators(folder: Folder) -> bool:
+    """Check for the library's own key."""
+    return "speculators_model_type" in folder.config
+
+
 FORMAT = Format(name="eagle3", kind="eagle3", write=write, read=read, is_of=is_of)
+SPECULATORS = Format(name="speculators", kind="eagle3", write=write_speculators, read=read_speculators, is_of=is_of_speculators)

@@ -15,6 +15,7 @@ import torch
 
 from ...data.files import read_json
 from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, infinite_problems, raise_weight_problems
+from ..llm.weight_files import read_index
 
 INDEX_SUFFIX = ".index.json"
 NOTE_FILE = "outrider.json"
@@ -73,25 +74,10 @@ def _weight_files(path: Path, names: tuple[str, ...]) -> list[Path]:
     for name in names:
         if (path / name).is_file():
             return [path / name]
-        if (path / (name + INDEX_SUFFIX)).is_file():
-            return _indexed(path / (name + INDEX_SUFFIX))
+        if (index := path / (name + INDEX_SUFFIX)).is_file():
+            return [path / file for file in sorted(set(read_index(index).values()))]
     others = ", ".join(sorted(file.name for file in path.iterdir() if file.name != CONFIG_FILE)) or "nothing"
     raise ValueError(f"{path} has no {' or '.join(names)} beside its {CONFIG_FILE}, but {others}; complete the download")
-
-
-def _indexed(path: Path) -> list[Path]:
-    index = read_json(path)
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ValueError(f"{path} is not an index of weights: its weight_map must name a file for each tensor")
-    files = sorted(set(weight_map.values()))
-    for name in files:
-        # Also reject the separators of other systems, since an index may come from any of them.
-        if name in ("", ".", "..") or "/" in name or "\\" in name or ":" in name:
-            raise ValueError(f"{path} names the file {name!r}, which may lie outside of the folder; write plain names of files")
-        if not (path.parent / name).is_file():
-            raise ValueError(f"{path} names {name}, which is missing; complete the download")
-    return [path.parent / name for name in files]
 
 
 def _read(path: Path, device: str) -> dict[str, torch.Tensor]:

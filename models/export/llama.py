@@ -14,6 +14,7 @@ from transformers.activations import ACT2FN
 
 from ...data.fields import OPTIONS, PositiveInt, one_of, problems_of, raise_problems
 from ..drafters.decoder_layer import FORMS, form_config
+from ..drafters.shared_options import FORM_OPTIONS
 from ..llm.hf_target import HFTarget
 from .folders import Folder
 
@@ -28,8 +29,6 @@ LAYER_WEIGHTS = (
     "post_attention_layernorm.weight",
 )
 QKV_BIASES = tuple(f"self_attn.{name}_proj.bias" for name in "qkv")
-FORM_KEYS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "hidden_act", "rms_norm_eps")
-BIASES = ("attention_bias", "mlp_bias")
 ROPE_OF_POSITIONS = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embeddings that depend only on their own parameters. Other kinds also depend on
 the length of the context."""
@@ -135,35 +134,34 @@ def read_keys(keys: type[Keys], config: Mapping[str, Any], folder: Folder) -> Ke
         ) from None
 
 
-def layer_config(layer: Any) -> Any:
-    """Return transformers' configuration of a drafter's layer."""
-    return layer.self_attn.config
-
-
 def describe(config: Any) -> dict[str, Any]:
-    """Describe a layer's form, with every option (see `decoder_layer.FORM_OPTIONS`)."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rope = {"rope_type": "default", **(config.rope_parameters or {})}
+    """Describe a layer's form, with every option."""
+    options = {name: value for name in sorted(FORM_OPTIONS) if (value := getattr(config, name, None)) is not None}
     return {
         "model_type": config.model_type,
-        **{name: getattr(config, name) for name in FORM_KEYS},
-        **{name: getattr(config, name) for name in BIASES if getattr(config, name, None) is not None},
-        "head_dim": head_dim,
-        "rope_parameters": rope,
+        "head_dim": config.hidden_size // config.num_attention_heads,
+        **options,
+        "rope_parameters": {"rope_type": "default", **(config.rope_parameters or {})},
     }
 
 
-def layer_problems(layer: Any, *, engine: str, allowed: frozenset[str], kinds: tuple[str, ...]) -> list[str]:
-    """List the parts of a drafter's layer that `engine` doesn't support.
+def layer_problems(layer: Any, target: HFTarget, *, engine: str, allowed: frozenset[str], kinds: tuple[str, ...]) -> list[str]:
+    """List the parts of a drafter's layer, and of its target, that `engine` doesn't support.
 
-    It supports the weights LAYER_WEIGHTS and `allowed`.
+    It supports the weights LAYER_WEIGHTS and `allowed`, and shares the table of the target's embeddings.
     """
-    config = layer_config(layer)
+    config, embeddings, problems = layer.self_attn.config, target.embed_tokens, list[str]()
+    if type(embeddings).forward is not nn.Embedding.forward:
+        problems.append(
+            f"the target's {type(embeddings).__name__} computes more than a look-up, but the engines share its table only; "
+            "such a target has no format"
+        )
     remedy = f"train with 'drafter.layer={{model_type: {kinds[0]}}}'"
     if config.model_type not in kinds:
-        return [f"its layer is {config.model_type}'s, but {engine} supports {' or '.join(kinds)}'s only ({remedy})"]
+        return [f"its layer is {config.model_type}'s, but {engine} supports {' or '.join(kinds)}'s only ({remedy})", *problems]
     names = {name for name, _ in layer.named_parameters()} - {*LAYER_WEIGHTS, *allowed}
-    problems = [f"its layer has {', '.join(sorted(names))}, which {engine} doesn't support ({remedy})"] if names else []
+    if names:
+        problems.append(f"its layer has {', '.join(sorted(names))}, which {engine} doesn't support ({remedy})")
     if config.hidden_act != "silu":
         problems.append(f"its layer's activation is {config.hidden_act}, but {engine} supports silu only ({remedy})")
     windows = [kind for kind in (getattr(config, "layer_types", None) or ()) if kind != "full_attention"]
@@ -182,17 +180,6 @@ def order_problems(feature_layers: Sequence[int]) -> list[str]:
     return [f"it reads the target's layers in the order {list(feature_layers)}, but vLLM in ascending order ({remedy})"]
 
 
-def embedding_problems(target: HFTarget) -> list[str]:
-    """List the problem that the target's embeddings are more than the table that engines share."""
-    embeddings = target.embed_tokens
-    if not isinstance(embeddings, nn.Embedding) or type(embeddings).forward is nn.Embedding.forward:
-        return []
-    name = type(embeddings).__name__
-    return [
-        f"the target's {name} computes more than a look-up, but the engines share its table only; such a target has no format"
-    ]
-
-
 def raise_unsupported(problems: list[str], name: str) -> None:
     """Raise ValueError if a format doesn't support a drafter, with all problems."""
     if problems:
@@ -204,7 +191,7 @@ def write_config(layer: Any, target: HFTarget) -> dict[str, Any]:
 
     The names are those that transformers 4 and 5 both read.
     """
-    form = describe(layer_config(layer))
+    form = describe(layer.self_attn.config)
     rope = form.pop("rope_parameters")
     theta = rope.pop("rope_theta")
     return {

@@ -15,7 +15,7 @@ from ..drafters.registry import kind_of
 from ..drafters.saved.build import drafter_of_weights, saved_spec
 from ..drafters.saved.folder import read_drafter_config, require_fitting_target
 from ..llm.hf_target import HFTarget
-from . import apple, dspark, eagle1, eagle3, medusa, mtp, speculators, transformers_model
+from . import apple, dspark, eagle1, eagle3, medusa, mtp, transformers_model
 from .folders import WEIGHT_FILES, open_folder
 from .formats import Format, read_folder, read_note, take_dtype, write_folder
 
@@ -23,7 +23,7 @@ FORMATS: dict[str, Format] = {
     format.name: format
     for format in (
         dspark.SPECULATORS,
-        speculators.FORMAT,
+        eagle3.SPECULATORS,
         eagle3.FORMAT,
         dspark.DEEPSPEC,
         apple.FORMAT,
@@ -108,8 +108,7 @@ def programs_for(directory: Path, target: HFTarget) -> frozenset[str]:
     saved = read_drafter_config(directory)
     formats = {name for name, reason in _refusals(stored_drafter(directory, target), target).items() if reason is None}
     layers = saved.drafter.get("feature_layers")
-    engines = {name for name in ENGINES if formats.intersection(formats_for([name], saved.kind, layers))}
-    return frozenset(formats | engines)
+    return frozenset(formats | {name for name in ENGINES if format_for(name, saved.kind, layers) in formats})
 
 
 def engine_format(engine: str, directory: Path) -> str:
@@ -119,37 +118,31 @@ def engine_format(engine: str, directory: Path) -> str:
     the formats for this kind.
     """
     saved = read_drafter_config(directory)
-    served = ENGINES[engine]
-    if saved.kind not in served:
+    name = format_for(engine, saved.kind, saved.drafter.get("feature_layers"))
+    if name is None:
         others = ", ".join(name for name, format in FORMATS.items() if format.kind == saved.kind) or "no format"
         raise ValueError(
-            f"to is {engine}, which doesn't serve drafters of the kind {saved.kind}, only {', '.join(served)}. {directory} "
-            f"can be written as {others}"
+            f"to is {engine}, which doesn't serve drafters of the kind {saved.kind}, only {', '.join(ENGINES[engine])}. "
+            f"{directory} can be written as {others}"
         )
-    return _engine_format(engine, saved.kind, saved.drafter.get("feature_layers"))
+    return name
 
 
-def holds_kind(name: str, kind: str) -> bool:
-    """Return whether a format, or an engine of ENGINES, takes drafters of a kind."""
-    return kind in ENGINES[name] if name in ENGINES else FORMATS[name].kind == kind
+def format_for(name: str, kind: str, feature_layers: object = None) -> str | None:
+    """Return the format for drafters of a kind; None if `name`, of a format or of an engine, takes none of them.
+
+    An engine's name stands for the format that it reads.
+    """
+    if name not in ENGINES:
+        return name if FORMATS[name].kind == kind else None
+    if name == "vllm" and kind == "eagle3" and not _are_usual(feature_layers):
+        return "speculators"  # `eagle3` doesn't support other layers than the default
+    return ENGINES[name].get(kind)
 
 
 def formats_for(names: Iterable[str], kind: str, feature_layers: object) -> list[str]:
-    """Return the distinct formats for a drafter of a kind.
-
-    An engine's name stands for its format.
-    """
-    chosen = [
-        _engine_format(name, kind, feature_layers) if name in ENGINES else name for name in names if holds_kind(name, kind)
-    ]
-    return list(dict.fromkeys(chosen))
-
-
-def _engine_format(engine: str, kind: str, feature_layers: object) -> str:
-    """Return the format in which an engine reads a drafter of a kind that it serves."""
-    if engine == "vllm" and kind == "eagle3" and not _are_usual(feature_layers):
-        return "speculators"  # `eagle3` doesn't support other layers than the default
-    return ENGINES[engine][kind]
+    """Return the distinct formats for a drafter of a kind (see `format_for`)."""
+    return list(dict.fromkeys(filter(None, (format_for(name, kind, feature_layers) for name in names))))
 
 
 def _are_usual(feature_layers: object) -> bool:

@@ -1,38 +1,25 @@
-"""EAGLE-3 in the format of the speculators library, which vLLM loads. DSpark: see `dspark`.
+"""What the formats of EAGLE-3 and DSpark share: the maps of a reduced vocabulary, and the configuration of speculators.
 
-The library is github.com/vllm-project/speculators. The tensors are those of `eagle3` with
-`layers.0` in place of `midlayer`. Only a reduced vocabulary has `d2t` and `t2d`. The target's
-`embed_tokens.weight` is included, because the library (0.9.0, transformers 5.19) would initialize
-it at random otherwise.
-
-`config.json` names the target and the layers whose inputs are read, with vLLM's meaning.
-`Eagle3SpeculatorConfig` and `Eagle3DraftModel` (src/speculators/models/eagle3/) read layer and
-form; scripts/engines/check_speculators.py checks this.
+The library speculators is github.com/vllm-project/speculators, and vLLM loads its folders. Source of the configuration:
+`SpeculatorModelConfig` (src/speculators/config.py).
 """
 
+from collections.abc import Callable
 from dataclasses import field
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
+import torch
 from pydantic.dataclasses import dataclass
 
 from ...data.fields import OPTIONS, PositiveInt
-from ..drafters.eagle3 import Eagle3
+from ..drafters.vocabulary import DraftVocabulary
 from ..llm.hf_target import HFTarget
-from .draft_vocabulary import vocabulary_reading, write_vocabulary
-from .eagle3 import NORMS, NUM_FEATURES, NormKeys, eagle3_layer_problems, names_of
 from .folders import Folder
-from .formats import FolderContents, Format, Reading
-from .llama import (
-    LayerKeys,
-    embedding_problems,
-    order_problems,
-    raise_unsupported,
-    read_keys,
-    read_layers,
-    require_sizes,
-    write_config,
-)
+from .formats import Reading, Tensors
+from .llama import require_target_parts, target_parts
+
+VERSION = "0.9.0"
+"""Version of the library that the formats were checked against."""
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -63,90 +50,6 @@ class SpeculatorKeys:
             )
 
 
-@dataclass(kw_only=True, config=OPTIONS)
-class Eagle3SpeculatorKeys(SpeculatorKeys, NormKeys):
-    """Keys of a `config.json` of EAGLE-3."""
-
-    speculators_model_type: Literal["eagle3"]
-    auto_map: Any = None
-    eagle_aux_hidden_state_layer_ids: Any = None
-    embed_requires_grad: Literal[False] = False
-    has_no_defaults_at_init: Any = None
-    norm_before_residual: Literal[False] = False
-
-
-def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
-    """Build the contents of the folder.
-
-    Raises ValueError for a drafter with another number of features than vLLM's, or another kind of
-    layer.
-    """
-    problems = eagle3_layer_problems(drafter, "vLLM's EAGLE-3")
-    if len(drafter.feature_layers) != NUM_FEATURES:
-        problems.append(
-            f"it reads {len(drafter.feature_layers)} of the target's layers, but vLLM always provides {NUM_FEATURES} (train "
-            f"with {NUM_FEATURES} layers in drafter.feature_layers)"
-        )
-    problems += order_problems(drafter.feature_layers) + embedding_problems(target)
-    raise_unsupported(problems, FORMAT.name)
-    names = names_of("layers.0", drafter.config)
-    tensors = {names[name]: tensor for name, tensor in drafter.state_dict().items() if name != "draft_tokens"}
-    num_outputs = drafter.lm_head.out_features
-    if num_outputs != drafter.vocab_size:  # the library has no maps for the whole vocabulary
-        tensors |= write_vocabulary(drafter.vocabulary)
-    tensors["embed_tokens.weight"] = target.embed_tokens.weight.to(drafter.fc.weight.dtype)
-    return FolderContents(config=_config(drafter, target, num_outputs), tensors=tensors)
-
-
-def _config(drafter: Eagle3, target: HFTarget, num_outputs: int) -> dict[str, Any]:
-    return {
-        "architectures": ["Eagle3Speculator"],
-        **write_proposal("eagle3", drafter.config.depth, target),
-        "draft_vocab_size": num_outputs,
-        "eagle_aux_hidden_state_layer_ids": list(drafter.feature_layers),
-        # Variants that drafters here don't have; the library's and vLLM's defaults differ for the first.
-        **dict.fromkeys(("norm_before_residual", "embed_requires_grad"), False),
-        **{name: getattr(drafter.config, name) for name in NORMS},
-        "transformer_layer_config": write_config(drafter.layer, target),
-    }
-
-
-def read(folder: Folder, target: HFTarget) -> Reading:
-    """Describe how to read a folder of the library.
-
-    Raises ValueError for its other algorithms and variants.
-    """
-    keys = read_keys(Eagle3SpeculatorKeys, folder.config, folder)
-    layers = read_keys(LayerKeys, keys.transformer_layer_config, folder)
-    require_sizes(vars(keys), folder, target)
-    options: dict[str, Any] = {"layer": read_layers(layers, folder, target), **keys.options()}
-    if keys.eagle_aux_hidden_state_layer_ids is not None:
-        options["feature_layers"] = keys.eagle_aux_hidden_state_layer_ids
-    methods = keys.speculators_config.proposal_methods
-    if methods and (depth := methods[0].get("speculative_tokens")) is not None:
-        options["depth"] = depth
-    return vocabulary_reading(
-        folder, target, options=options, draft_vocab_size=keys.draft_vocab_size, rename=partial(names_of, "layers.0")
-    )
-
-
-def is_of(folder: Folder) -> bool:
-    """Check for the library's own key."""
-    return "speculators_model_type" in folder.config
-
-
-FORMAT = Format(name="speculators", kind="eagle3", write=write, read=read, is_of=is_of)
-
-
-# --- what all algorithms of speculators share in a configuration
-#
-# Source: `SpeculatorModelConfig` (src/speculators/config.py of github.com/vllm-project/speculators).
-
-
-VERSION = "0.9.0"
-"""Version of the library that the formats were checked against."""
-
-
 def write_proposal(algorithm: str, num_tokens: int, target: HFTarget) -> dict[str, Any]:
     """Describe the algorithm, the length of its drafts in tokens, and the target."""
     method = {
@@ -165,3 +68,80 @@ def write_proposal(algorithm: str, num_tokens: int, target: HFTarget) -> dict[st
             "verifier": {"name_or_path": target.identity.name, "architectures": [type(target.model).__name__]},
         },
     }
+
+
+# --- maps between the target's tokens and the outputs of a drafter's reduced head
+#
+# d2t [output] int64: the target's token of output o is o + d2t[o]
+# t2d [token] bool: whether the drafter has an output for a token
+
+
+def write_vocabulary(vocabulary: DraftVocabulary) -> Tensors:
+    """Build the maps of a reduced vocabulary. Raises ValueError if its tokens aren't chosen yet."""
+    tokens = vocabulary.tokens
+    assert tokens is not None
+    tokens = tokens.cpu()
+    if (tokens < 0).any():
+        raise ValueError("the drafter's vocabulary hasn't been chosen, because it is not trained; export it after training")
+    drafted = torch.zeros(vocabulary.size, dtype=torch.bool)
+    drafted[tokens] = True
+    return {"d2t": tokens - torch.arange(len(tokens)), "t2d": drafted}
+
+
+def vocabulary_reading(
+    folder: Folder,
+    target: HFTarget,
+    *,
+    options: dict[str, Any],
+    draft_vocab_size: int | None,
+    rename: Callable[[Any], dict[str, str]],
+    rows: tuple[str, ...] = ("lm_head.weight",),
+    shares_head: bool = False,
+) -> Reading:
+    """Describe how to read a folder whose head has `draft_vocab_size` outputs; None is the whole vocabulary.
+
+    For the whole vocabulary, the maps may be missing. `rows` are our tensors with a row for
+    each output. A drafter that `shares_head` has no head of its own for the whole vocabulary; the
+    folder may then have a copy of the target's.
+    """
+    num_outputs = target.vocab_size if draft_vocab_size is None else draft_vocab_size
+    if num_outputs > target.vocab_size:
+        raise ValueError(
+            f"{folder.path} has draft_vocab_size {num_outputs}; it must be from 1 to the target's {target.vocab_size}"
+        )
+    tokens, drafted = torch.empty(num_outputs, dtype=torch.long), torch.empty(target.vocab_size, dtype=torch.bool)
+    is_whole = num_outputs == target.vocab_size
+    maps = {"t2d": drafted.to("meta")} if is_whole else {}
+    maps["d2t"] = tokens.to("meta")
+    head = shares_head and is_whole
+
+    def convert(tensors: Tensors, config: Any) -> Tensors:
+        require_target_parts(tensors, target, head=head, folder=folder)
+        stored = {name: tensors[rename(config)[name]] for name in rows} if config.draft_vocab_size is not None else {}
+        return _in_order(tensors, stored, num_outputs, folder)
+
+    return Reading(
+        options={"init": "random", "draft_vocab_size": None if is_whole else num_outputs, **options},
+        rename=rename,
+        required_extra={} if is_whole else maps,
+        open_options=frozenset({"feature_layers"}),
+        optional=target_parts(target, head=head) | (maps if is_whole else {"t2d": drafted.to("meta")}),
+        convert=convert,
+    )
+
+
+def _in_order(tensors: Tensors, stored: Tensors, num_outputs: int, folder: Folder) -> Tensors:
+    """Sort outputs by their tokens: return the tokens and the sorted rows of `stored`.
+
+    `stored` is empty for the whole vocabulary, which must be in the target's order.
+    """
+    outputs = torch.arange(num_outputs)
+    tokens = outputs + tensors["d2t"].long() if "d2t" in tensors else outputs
+    if "t2d" in tensors and tensors["t2d"].nonzero()[:, 0].tolist() != tokens.sort().values.tolist():
+        raise ValueError(f"{folder.path} has a d2t and a t2d with different tokens; download or export it again")
+    if not stored:
+        if not torch.equal(tokens, outputs):
+            raise ValueError(f"{folder.path} drafts the whole vocabulary in another order than the target's; export it again")
+        return {}
+    order = tokens.argsort()
+    return {"draft_tokens": tokens[order]} | {name: tensor[order] for name, tensor in stored.items()}

@@ -26,7 +26,6 @@ from .stages.staged_target import StagedTarget
 from .streamed_loading import build_without_weights, place_weights
 from .tensor_parallel import make_sharding, require_whole_ends
 from .weight_files import shards_without_index
-from .weight_stream import WeightStream
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +89,8 @@ def _load_whole(config: TargetConfig, tokenizer: Any, device: torch.device, safe
     if config.memory_budget_gib is None:
         model, stream = _load_model(config, device, safetensors_only), None
     else:
-        model, stream = _load_within_budget(config, device)
+        skeleton = build_without_weights(config)
+        model, stream = skeleton.model, place_weights(skeleton, config, device)
     layer_devices = () if config.device_map is None else devices_of_layers(model)
     digest = weights_digest(
         config.name_or_path, getattr(model.config, "_commit_hash", None), keeps_cache=config.memory_budget_gib is None
@@ -234,12 +234,6 @@ def _build_empty(config: TargetConfig) -> PreTrainedModel:
     with loading_errors(f"the target {name!r}", name), torch.device("meta"):
         empty: PreTrainedModel = auto_class(described).from_config(described, trust_remote_code=config.trust_remote_code)
     return empty
-
-
-def _load_within_budget(config: TargetConfig, device: torch.device) -> tuple[PreTrainedModel, WeightStream | None]:
-    """Load as much of the model as the memory budget allows, and start a stream of the rest."""
-    skeleton = build_without_weights(config)
-    return skeleton.model, place_weights(skeleton, config, device)
 
 
 def _check_directory(name_or_path: str) -> None:

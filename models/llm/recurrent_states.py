@@ -15,7 +15,7 @@ own code: see `Mixer`.
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -27,8 +27,7 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import Cache
 
-from ...data.device import to_device
-from .cache_columns import copied_to_host
+from ...data.device import copied_to_host, to_device
 
 STATE_METHODS = ("update_conv_state", "update_recurrent_state")
 """Methods of transformers' caches that only mixers call."""
@@ -271,11 +270,9 @@ class RecurrentStates:
             parts = [*filter(None, [self._states.get(mixer)]), *kept]
             self._states[mixer] = {key: torch.cat([part[key].to(device) for part in parts]) for key in kept[0]}
 
-    @contextmanager
-    def reading_prompts(self, lengths: Sequence[int]) -> Iterator[None]:
+    def reading_prompts(self, lengths: Sequence[int]) -> AbstractContextManager[None]:
         """Let mixers read prompts of these lengths inside the block; their states are committed at once."""
-        with self._calling(partial(self._read_prompts, rows_by_value(lengths))):
-            yield
+        return self._calling(partial(self._read_prompts, rows_by_value(lengths)))
 
     def _read_prompts(self, rows_of: RowsOf, mixer: Mixer, forward: Any, hidden: Hidden, arguments: Any) -> Any:
         outputs, states = [], []
@@ -294,12 +291,10 @@ class RecurrentStates:
         )
         return whole if isinstance(outputs[0], tuple) else whole[0]
 
-    @contextmanager
-    def reading_tree(self, lineage: Int[torch.Tensor, "batch node depth"]) -> Iterator[None]:
+    def reading_tree(self, lineage: Int[torch.Tensor, "batch node depth"]) -> AbstractContextManager[None]:
         """Let mixers read the last token and a tree inside the block; states stay as they are."""
         self._readings = {}
-        with self._calling(partial(self._read_tree, Paths.of(lineage))):
-            yield
+        return self._calling(partial(self._read_tree, Paths.of(lineage)))
 
     def _read_tree(self, paths: Paths, mixer: Mixer, forward: Any, hidden: Hidden, arguments: Any) -> Any:
         # Kernels for one token write to the state that they get, so each path has a copy.
@@ -354,16 +349,14 @@ class RecurrentStates:
             hidden = take(reading.hidden[rows], entries)
             return mixer.run(mixer.module.forward, hidden, before, reading.arguments)[1]
 
-    @contextmanager
-    def _calling(self, read: Callable[[Mixer, Any, Hidden, Any], Any]) -> Iterator[None]:
+    def _calling(self, read: Callable[[Mixer, Any, Hidden, Any], Any]) -> AbstractContextManager[None]:
         """Let `read` compute the mixers inside the block."""
         mixers = {mixer.module: mixer for mixer in self._mixers}
 
         def call(module: nn.Module, plain: Any, *args: Any, **kwargs: Any) -> Any:
             return read(mixers[module], plain, *mixers[module].bind(args, kwargs))
 
-        with replaced([*mixers], call):
-            yield
+        return replaced([*mixers], call)
 
 
 def rows_by_value(values: Sequence[int]) -> RowsOf:

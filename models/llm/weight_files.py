@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ...data.files import drop_from_cache
+from ...data.files import drop_from_cache, read_json
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 SHARD, SHARD_NAME = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors"), "model-{:05d}-of-{:05d}.safetensors"
@@ -98,7 +98,7 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
     if (folder / SINGLE_FILE).is_file():
         return read_header(folder / SINGLE_FILE)
     if (folder / INDEX_FILE).is_file():
-        index = _read_index(folder / INDEX_FILE)
+        index = read_index(folder / INDEX_FILE)
         files = {folder / name for name in index.values()}
         tensors = _read_headers(files)
         if missing := sorted(index.keys() - tensors.keys()):
@@ -150,12 +150,18 @@ def with_index(name_or_path: str) -> Iterator[str]:
         yield folder
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    """Return each tensor's file name. Raises ValueError if the index is damaged."""
+def read_index(path: Path) -> dict[str, str]:
+    """Return each tensor's file name. Raises ValueError for a damaged index, and for files that are missing or elsewhere."""
     try:
-        index = {name: str(Path(file)) for name, file in json.loads(path.read_text())["weight_map"].items()}
+        index = {name: str(Path(file)) for name, file in read_json(path)["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, f"it doesn't name a file for each tensor ({type(error).__name__}: {error})") from error
+        raise _damaged(path, f"its weight_map must name a file for each tensor ({type(error).__name__}: {error})") from error
+    for name in sorted(set(index.values())):
+        # Also reject the separators of other systems, since an index may come from any of them.
+        if name in (".", "..") or "/" in name or "\\" in name or ":" in name:
+            raise ValueError(f"{path} names the file {name!r}, which may lie outside of the folder; write plain names of files")
+        if not (path.parent / name).is_file():
+            raise ValueError(f"{path} names {name}, which is missing; complete the download")
     return index
 
 

@@ -79,7 +79,7 @@ class WeightStream:
     """Weights of a model's streamed units, read in the order in which passes use them.
 
     Between its turn and the next a unit's parameters are empty tensors: code that reads them then
-    finds nothing, not another unit's weights. `require_resident_weights` names such code's remedy.
+    finds nothing, not another unit's weights. `require_copyable_weights` names such code's remedy.
 
     A pass may end anywhere, by an error or because no later layer is needed. The next pass begins
     with the first unit again, and what was read for other units is dropped.
@@ -162,10 +162,9 @@ class WeightStream:
         # 1. An interrupted pass (Ctrl-C) ends without forward hooks.
         self._end_turn()
         # 2. Drop units that this pass doesn't compute, or that the last one didn't reach.
-        self._count(passes=int(index <= self._last_index))
-        self._last_index = index
         num_passed = next((position for position, turn in enumerate(self._ahead) if turn.index == index), len(self._ahead))
-        self._count(restarts=int(num_passed > 0))
+        self._counts += StreamCounts(passes=int(index <= self._last_index), restarts=int(num_passed > 0))
+        self._last_index = index
         self._drop(num_passed)
         self._read_ahead(index)
         # 3. Wait for the weights.
@@ -192,11 +191,11 @@ class WeightStream:
                 break
             spent = self._clock() - start
             late = max(0.0, spent - seconds_left) if loading.future.done() else 0.0
-            self._count(drafts=1, draft_seconds=spent, late_drafts=int(late > 0), late_seconds=late)
+            self._counts += StreamCounts(drafts=1, draft_seconds=spent, late_drafts=int(late > 0), late_seconds=late)
         try:
             loading.future.result()
         finally:
-            self._count(wait_seconds=self._clock() - began)
+            self._counts += StreamCounts(wait_seconds=self._clock() - began)
 
     # --- slots
 
@@ -229,9 +228,6 @@ class WeightStream:
             if self.device.type == "cuda":  # the host is ahead of the device, which still computes
                 self._used[self._now.slot.data_ptr()] = torch.cuda.current_stream(self.device).record_event()
             self._now = None
-
-    def _count(self, **more: int | float) -> None:
-        self._counts = replace(self._counts, **{name: getattr(self._counts, name) + value for name, value in more.items()})
 
 
 def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:

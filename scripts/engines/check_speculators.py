@@ -31,10 +31,10 @@ CASES = {
 
 def make(directory: Path) -> bool:
     """Write the target, and a folder for each case with its export and outrider's results."""
-    from outrider.models.export.speculators import FORMAT
+    from outrider.models.export.eagle3 import SPECULATORS
 
     made = shared.make_exports(
-        directory, CASES, lambda _: FORMAT, lambda *pair: shared.usual_results(*pair, shared.unrolled_logits)
+        directory, CASES, lambda _: SPECULATORS, lambda *pair: shared.usual_results(*pair, shared.unrolled_logits)
     )
     for name in CASES:
         shared.point_to_target(directory / name / "config.json", directory / "target")

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from .exchange import ENDED, Exchange, Message
-from .messages import HEAD, Kind, StageLost, Work
+from .messages import HEAD, StageLost, Work
 
 REPORT_SECONDS = 0.3
 """Longest time between the end of a stage and its report."""
@@ -38,7 +38,7 @@ def work_of(message: Message) -> Work:
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in message.fields.items()
     }
-    return Work(**{**values, "kind": Kind(values["kind"]), "hidden": message.tensor})
+    return Work(**values, hidden=message.tensor)
 
 
 class ProcessLink:

@@ -9,7 +9,6 @@ through all stages, too, without hidden states: its `keep` counts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
@@ -17,15 +16,6 @@ from torch import Tensor
 
 HEAD = 0
 """Number of the head's process. Stage k has number k."""
-
-
-class Kind(IntEnum):
-    """What a stage does with a message."""
-
-    PREFILL = 0
-    """Begin a text: read the prompt into an empty cache."""
-    READ = 1
-    """Keep entries of the window (unless `keep` is None), then read new ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,18 +29,18 @@ class Work:
 
     number: int
     """Number of the run. It only rises, also over texts."""
-    kind: Kind
+    capacity: int | None = None
+    """To begin a text: room in the cache for so many tokens. The stage then reads the prompt into an
+    empty cache. None: it keeps entries of the window (unless `keep` is None), then reads new ones."""
     keep: tuple[int, ...] | None = None
-    """READ: entries of the window before this run, in their new order: those that are committed,
-    then those that stay in the window. None leaves the window as it is."""
+    """Entries of the window before this run, in their new order: those that are committed, then those
+    that stay in the window. None leaves the window as it is."""
     num_committed: int = 0
-    """READ: so many entries of `keep` join the committed text."""
+    """So many entries of `keep` join the committed text."""
     parents: tuple[int, ...] = ()
-    """READ: parents of all nodes of the window, as node indexes; NO_NODE for children of the root."""
+    """Parents of all nodes of the window, as node indexes; NO_NODE for children of the root."""
     num_read: int = 0
-    """READ: entries of the window, after `keep`, that earlier runs have read."""
-    capacity: int = 0
-    """PREFILL: room in the cache for so many tokens."""
+    """Entries of the window, after `keep`, that earlier runs have read."""
     hidden: Float[Tensor, "1 entry hidden"] | None = None
     """Inputs of the receiver's first layer (of the final norm, at the head) for each token of the
     prompt or each new entry. None if the run was cancelled."""

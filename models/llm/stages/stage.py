@@ -16,7 +16,7 @@ from ..linears import choose_linears
 from ..tree_cache import TreeCache
 from ..tree_reader import TreeReader
 from .links import StageLink
-from .messages import Kind, Work
+from .messages import Work
 from .slices import LayerSlice
 
 
@@ -39,23 +39,21 @@ class Stage:
 
         `is_cancelled` is asked for the run's number before the first layer, and between layers.
         """
-        match work.kind:
-            case Kind.PREFILL:
-                return self._prefill(work, is_cancelled)
-            case Kind.READ:
-                return self._read(work, partial(is_cancelled, work.number))
+        if work.capacity is not None:
+            return self._prefill(work, work.capacity, is_cancelled)
+        return self._read(work, partial(is_cancelled, work.number))
 
-    def _prefill(self, work: Work, is_cancelled: Callable[[int], bool]) -> Work:
+    def _prefill(self, work: Work, capacity: int, is_cancelled: Callable[[int], bool]) -> Work:
         """Begin a text. It asks between layers, too: a stage in a process is then seen to move."""
         assert work.hidden is not None
         # 1. Begin with the present memory, if it is large enough.
         if not self._reader.kinds:
             self._reader.require_trees()
-        if self._cache is not None and self._cache.fits(1, work.capacity):
+        if self._cache is not None and self._cache.fits(1, capacity):
             self._cache.restart()
         else:
             self._cache = None  # free its memory before the next cache is allocated
-            self._cache = self._reader.new_cache(1, work.capacity, self.layers.device)
+            self._cache = self._reader.new_cache(1, capacity, self.layers.device)
         # 2. Read the prompt.
         run = partial(
             self.layers.run, work.hidden.to(self.layers.device), is_cancelled=lambda: is_cancelled(work.number) and False

@@ -24,7 +24,7 @@ from ...phases import RunCounts
 from ..frozen_model import context_length
 from ..hf_target import HFTarget
 from ..tree_cache import TreeCache
-from .messages import Kind, Link, Work
+from .messages import Link, Work
 from .slices import EndSlice, require_sliceable
 
 
@@ -133,7 +133,6 @@ class StagedTarget(HFTarget):
         hidden = self.ends.enter(self._tensor(run.tokens), self._tensor(self._positions(run)))
         work = Work(
             number=run.number,
-            kind=Kind.READ,
             keep=None if run.keep is None else run.keep.entries,
             num_committed=0 if run.keep is None else run.keep.num_committed,
             parents=run.parents,
@@ -187,7 +186,7 @@ class StagedTarget(HFTarget):
         positions = torch.arange(self._length, device=self.device)[None]
         hidden = self.ends.enter(input_ids.to(self.device), positions)
         self._under_way.append(number)
-        self.link.send(Work(number=number, kind=Kind.PREFILL, capacity=capacity, hidden=hidden))
+        self.link.send(Work(number=number, capacity=capacity, hidden=hidden))
         while (work := self._receive()).number != number:
             pass
         assert work.hidden is not None, "a prefill isn't cancelled"

@@ -7,10 +7,10 @@ from outrider.models.decoding import DraftTree, Sampling, SpeculativeSampling, T
 from outrider.models.decoding.acceptance import follow_choices
 from outrider.models.decoding.sampling import RowSeeds, choose, foreseen, sharpness, warp
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
-from outrider.models.drafters.candidates import Candidates
 from outrider.models.drafters.corrections import Markov, lattice_search
 from outrider.models.drafters.merge_sources import odds_of_draws
 from outrider.models.drafters.merging import Proposals, children, odds_of_ring
+from outrider.models.drafters.training_free import Candidates
 from outrider.models.drafters.vocabulary import DraftVocabulary
 
 from ...decoded import texts_of

@@ -19,6 +19,7 @@ from outrider.models.drafters import (
     build_drafter,
     eagle,
     parse_drafter,
+    scoring,
 )
 from outrider.models.drafters.eagle import Eagle
 from outrider.models.drafters.eagle3 import Eagle3
@@ -234,7 +235,7 @@ def test_eagle_regresses_the_next_feature_while_the_continuation_repeats_the_tex
                 num_checked += 1
     assert num_checked == 2 + 1 + 3
     assert regression.tolist() == pytest.approx(expected[:1], rel=1e-6), "deeper depths aren't trained"
-    estimate = drafter._score(labels, outputs, batch, Objective())
+    estimate = scoring.score(drafter.logits, (outputs,), labels, batch, Objective(), vocabulary=drafter.vocabulary)
     for loss in losses:
         assert torch.equal(loss.hits, estimate.hits)
         assert torch.equal(loss.joint_hits, estimate.joint_hits)

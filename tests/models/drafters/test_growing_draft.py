@@ -16,13 +16,13 @@ from outrider.models.decoding.pacing import MAX_READS, NUM_TRIALS
 from outrider.models.decoding.tree import accepted_path, empty_tree
 from outrider.models.decoding.types import NO_NODE, TargetOutput
 from outrider.models.drafters import NullDrafter, growing_draft, load_drafter
-from outrider.models.drafters.candidates import Candidates
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.growing_draft import MAX_CHILDREN, MAX_ENTRIES, GrowingModel
 from outrider.models.drafters.merge_sources import MergedDraft
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.options import DraftModelConfig
 from outrider.models.drafters.suffix import Suffix, SuffixConfig
+from outrider.models.drafters.training_free import Candidates
 from outrider.models.llm.hf_target import HFTarget
 
 from ...decoded import texts_of

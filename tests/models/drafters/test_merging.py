@@ -9,8 +9,8 @@ import torch
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters.beams import SearchTree
 from outrider.models.drafters.calibration import MAX_DEPTH, agreement_key, source_key
-from outrider.models.drafters.candidates import Candidates
 from outrider.models.drafters.merging import MergedRow, Proposals, follow, grow, rows_of_search
+from outrider.models.drafters.training_free import Candidates
 
 A, B, C, D, E = range(10, 15)
 

@@ -11,11 +11,10 @@ import torch
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import NullDrafter
-from outrider.models.drafters.candidates import Candidates
 from outrider.models.drafters.merge_sources import MergedDraft, MergedState, MergedText
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter, PacedStep, expected_tokens, learn_gains
 from outrider.models.drafters.merging import follow
-from outrider.models.drafters.training_free import TrainingFreeDrafter
+from outrider.models.drafters.training_free import Candidates, TrainingFreeDrafter
 
 from ...decoded import texts_of
 from .test_merged import PROMPTS, build

@@ -10,8 +10,8 @@ from outrider.models.decoding import Prompts, TargetOutput
 from outrider.models.decoding.tree import DraftTree, accepted_path, depths_of
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import load_drafter, recycling
-from outrider.models.drafters.candidates import Candidates
 from outrider.models.drafters.recycling import PRIOR, Recycling, RecyclingConfig
+from outrider.models.drafters.training_free import Candidates
 
 VOCAB = 12
 

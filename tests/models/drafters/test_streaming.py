@@ -29,7 +29,6 @@ from outrider.models.decoding.tree import tree_of
 from outrider.models.decoding.types import NO_NODE, Counts
 from outrider.models.decoding.window import DraftRun, PassAnswer
 from outrider.models.drafters import NullDrafter, build_drafter, growing_draft, load_drafter, parse_drafter
-from outrider.models.drafters.candidates import Candidates
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.merged import MergedConfig, MergedDrafter
 from outrider.models.drafters.options import DraftModelConfig
@@ -37,6 +36,7 @@ from outrider.models.drafters.recycling import MASKS, after
 from outrider.models.drafters.registry import TRAINING_FREE
 from outrider.models.drafters.streaming_merge import LEAST_PROB, MAX_NODES, streaming_drafter
 from outrider.models.drafters.suffix import Suffix, SuffixConfig
+from outrider.models.drafters.training_free import Candidates
 from outrider.models.llm.hf_target import HFTarget
 
 from ...decoded import texts_of
@@ -175,13 +175,6 @@ def test_a_tree_that_is_not_followed_stops_growing(target, twin, kind):
     assert 0 < sizes[-1] < 4096
     assert not drafter.grow(state)
     assert len(drafter.tree(state)) == sizes[-1]
-
-
-def test_nothing_is_drafted_without_a_drafter(target):
-    drafter = streaming_drafter(NullDrafter())
-    moments = list(stream(target, drafter, num_new=6))
-    assert not any(len(moment.tree) or drafter.grow(moment.state) for moment in moments)
-    assert moments[-1].text[len(PROMPT) :] == plain_answer(target, 6)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "model" in kind])
@@ -465,11 +458,11 @@ RULES = {"greedy": GreedyAcceptance(), "sampled": SpeculativeSampling(sampling=S
 
 
 @pytest.mark.quick_cases(8)
-@pytest.mark.parametrize(("kind", "rule"), [*zip(["null", *KINDS], cycle(RULES), strict=False)])
+@pytest.mark.parametrize(("kind", "rule"), [*zip(KINDS, cycle(RULES), strict=False)])
 def test_pipelined_tokens_are_those_of_plain_decoding(target, twin, kind, rule):
     prompts, counts = [PROMPT, [9, 8]], [24, 12]
     options = [{"generator": RowSeeds([seed])} if rule == "sampled" else {} for seed in (5, 6)]
-    drafter = streaming_drafter(NullDrafter() if kind == "null" else build(kind, target, twin))
+    drafter = streaming_drafter(build(kind, target, twin))
     late = LateTarget(target, seed=5)
     for prompt, num_new, seeds in zip(prompts, counts, options, strict=True):
         ids = [torch.tensor(prompt)]
@@ -478,8 +471,8 @@ def test_pipelined_tokens_are_those_of_plain_decoding(target, twin, kind, rule):
         steps = list(generate_pipelined(late, drafter, RULES[rule], ids, max_new_tokens=num_new, speculation=policy, **seeds))
         assert texts_of(steps, 1) == texts_of(plain, 1)
     if kind not in UNTRAINED:  # those are unsure
-        assert (late.num_late > 0) == (kind != "null"), "several runs were under way"
-        assert (late.num_cancelled > 0) == (kind != "null")
+        assert late.num_late > 0, "several runs were under way"
+        assert late.num_cancelled > 0
 
 
 def test_a_pipeline_foresees_the_draws(target, monkeypatch):

@@ -8,8 +8,8 @@ import pytest
 from outrider.models.decoding.tree import depths_of
 from outrider.models.drafters import load_drafter
 from outrider.models.drafters import suffix as suffix_module
-from outrider.models.drafters.candidates import Candidates
 from outrider.models.drafters.suffix import Suffix, SuffixConfig
+from outrider.models.drafters.training_free import Candidates
 
 
 def drafted(drafter: Suffix, text: list[int]) -> Candidates:

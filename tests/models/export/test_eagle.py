@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from outrider.models.drafters import build_drafter, parse_drafter
-from outrider.models.export import eagle1, eagle3, speculators
+from outrider.models.export import eagle1, eagle3
 from outrider.models.export.formats import read_folder, write_folder
 from outrider.models.export.registry import import_drafter
 
@@ -183,7 +183,7 @@ def test_scaled_rotary_embeddings_are_exported_as_the_engines_read_them(make_tar
         ("qwen2", eagle1.VLLM, {"bias": False}, r"its layer is qwen2's.*train with 'drafter.layer={model_type: llama}'"),
         ("qwen3", eagle1.SGLANG, {}, r"its layer is qwen3's"),
         ("qwen3", eagle3.FORMAT, {}, r"its layer is qwen3's"),
-        ("qwen2", speculators.FORMAT, {}, r"its layer is qwen2's"),
+        ("qwen2", eagle3.SPECULATORS, {}, r"its layer is qwen2's"),
         (
             "llama",
             eagle3.FORMAT,
@@ -192,13 +192,13 @@ def test_scaled_rotary_embeddings_are_exported_as_the_engines_read_them(make_tar
         ),
         (
             "llama",
-            speculators.FORMAT,
+            eagle3.SPECULATORS,
             {"feature_layers": [1, 2]},
             "it reads 2 of the target's layers, but vLLM always provides 3",
         ),
         (
             "llama",
-            speculators.FORMAT,
+            eagle3.SPECULATORS,
             {"feature_layers": [4, 1, 2]},
             r"layers in the order \[4, 1, 2\], but vLLM in ascending order \(train with drafter.feature_layers=\[1, 2, 4\]\)",
         ),

@@ -13,7 +13,7 @@ from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import load_drafter, save_drafter
 from outrider.models.drafters.objective import Loss
 from outrider.models.export import config
-from outrider.models.export.registry import ENGINES, FORMATS, export_drafter, format_of, formats_for, holds_kind, import_drafter
+from outrider.models.export.registry import ENGINES, FORMATS, export_drafter, format_for, format_of, formats_for, import_drafter
 
 DSPARK: dict[str, Any] = {
     "correction": "markov",
@@ -315,7 +315,7 @@ def test_an_engine_stands_for_the_format_of_the_drafters_kind() -> None:
     assert formats_for(["vllm"], "eagle3", [2, 14, 27]) == ["speculators"]
     assert formats_for(["vllm", "sglang"], "eagle", None) == ["eagle1-vllm", "eagle1-sglang"]
     assert formats_for(["vllm", "apple"], "redrafter", None) == ["apple"]
-    assert not holds_kind("vllm", "redrafter")
+    assert not format_for("vllm", "redrafter")
 
 
 def test_a_recipe_knows_the_formats_without_loading_torch() -> None:

@@ -95,7 +95,7 @@ def test_an_index_that_names_a_missing_file_is_an_error(folder):
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["model.norm.weight"] = "nope.safetensors"
     (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="nope.safetensors is missing: complete the download"):
+    with pytest.raises(ValueError, match="names nope.safetensors, which is missing; complete the download"):
         load_streamed(folder)
 
 

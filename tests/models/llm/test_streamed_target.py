@@ -26,7 +26,7 @@ from transformers import (
 from outrider.eval.measure.environment import measure_roofline, weight_bytes
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
-from outrider.models.drafters.decoder_layer import require_resident_weights
+from outrider.models.drafters.decoder_layer import require_copyable_weights
 from outrider.models.llm import weight_reader
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
@@ -231,8 +231,8 @@ def test_drafters_that_copy_the_targets_layers_are_refused(load: Load) -> None:
     target = load()
     with pytest.raises(ValueError, match=r"target.memory_budget_gib.*set drafter.init=random"):
         build_drafter(parse_drafter({"kind": "draft_model", "init": "target_layers", "num_layers": 1}), target)
-    with pytest.raises(ValueError, match="can't be copied: another remedy"):
-        require_resident_weights(target, "another remedy")
+    with pytest.raises(ValueError, match=r"can't be copied: set drafter.init=random"):
+        require_copyable_weights(target, target.model)
 
 
 def test_fast_linears_leave_the_target_alone(load: Load) -> None:

@@ -12,7 +12,7 @@ import torch
 from outrider.models.llm.stages import exchange
 from outrider.models.llm.stages.exchange import Exchange
 from outrider.models.llm.stages.links import ProcessLink, StageLink
-from outrider.models.llm.stages.messages import HEAD, Kind, StageLost, Work
+from outrider.models.llm.stages.messages import HEAD, StageLost, Work
 
 LOCAL = "127.0.0.1"
 
@@ -73,7 +73,7 @@ def pipeline(num_stages: int) -> Iterator[Pipeline]:
 
 def work(number: int, size: int = 3) -> Work:
     hidden = torch.arange(size, dtype=torch.float64).view(1, 1, size)
-    return Work(number=number, kind=Kind.READ, keep=(0, 2), num_committed=1, parents=(-1, 0), num_read=1, hidden=hidden)
+    return Work(number=number, keep=(0, 2), num_committed=1, parents=(-1, 0), num_read=1, hidden=hidden)
 
 
 def ask(link: ProcessLink) -> Work:
