@@ -160,8 +160,7 @@ def streaming_drafter(drafter: Drafter[Any, Any]) -> StreamingDrafter[Any]:
         if source.feature_layers:
             raise ValueError(
                 f"{name} reads what enters inner layers of the target, which are in other processes: it can't draft while the "
-                "target reads. Choose a drafter without feature layers, or "
-                "decode step by step"
+                "target reads. Choose a drafter without feature layers, or decode step by step"
             )
     merge = MergeSources(sources, max_nodes=MAX_NODES, grows=True)
     merge.counts = counts
