@@ -121,7 +121,7 @@ class Planner:
         elif not only_sample:  # raises ValueError if the folder is another run's
             missing = missing_examples(options, data, target, texts, self.folder / "distill")
         longest = max(len(text.input_ids) for text in texts)
-        require_labels(target, longest + max(options.horizon - 2, 0), branches=options.decodes_branches)
+        require_labels(target, longest, options.horizon, branches=options.decodes_branches)
         self.accelerator.wait_for_everyone()
         # 2. Label parts of some.
         self._say("labels: the target labels parts of some texts ...")

@@ -114,7 +114,7 @@ def make_examples(labels: DistillConfig | Manifest, target: HFTarget) -> list[Di
             for example in examples
         ]
     longest = max(len(example.input_ids) for example in examples)
-    require_labels(target, longest + labels.horizon, branches=labels.decodes_branches)
+    require_labels(target, longest, labels.horizon, branches=labels.decodes_branches)
     labelled, _ = label_shard(labels, target, examples, tqdm(disable=True))
     return labelled
 

@@ -169,8 +169,13 @@ def _decode_branches(
     return continuations, num_branch_tokens
 
 
-def require_labels(target: HFTarget, num_tokens: int, *, branches: bool) -> None:
-    """Raise ValueError if texts of up to `num_tokens` tokens, continuations included, can't be labelled correctly."""
+def require_labels(target: HFTarget, num_tokens: int, horizon: int, *, branches: bool) -> None:
+    """Raise ValueError if texts of up to `num_tokens` tokens can't be labelled correctly.
+
+    With branches, up to `horizon` - 2 tokens after a text are read, too.
+    """
+    num_tokens += max(horizon - 2, 0) if branches else 0
+    require_window(target, num_tokens)
     require_plain_labels(target)
     if branches:
         require_branch_attention(target, num_tokens)
@@ -204,12 +209,11 @@ def require_window(target: HFTarget, num_tokens: int) -> None:
 
 
 def require_branch_attention(target: HFTarget, num_tokens: int) -> None:
-    """Raise ValueError if texts of up to `num_tokens` tokens can't be labelled correctly.
+    """Raise ValueError if branches of texts of up to `num_tokens` tokens, branches included, can't be read correctly.
 
-    `num_tokens` includes the continuation. Besides the configuration, this tests that branches of a
-    short text have the same hidden states as plain forward passes.
+    Besides the configuration, this tests that branches of a short text have the same hidden states as
+    plain forward passes.
     """
-    require_window(target, num_tokens)
     require_plain_scores(target.model)
     windows = [window for window in attention_kinds(target.model).values() if window is not None and window < num_tokens]
     try:

@@ -37,7 +37,7 @@ from ...models.machine import peak_memory
 from ..config import DistillConfig
 from ..plan import plan_sha256, plan_shards, run_shards, total
 from ..regenerate.engines.served_states import ServedStates, open_states
-from .continuations import LabelStats, label_continuations, require_labels, require_window
+from .continuations import LabelStats, label_continuations, require_labels
 from .features import TextFeatures, require_features, require_space, start_storing
 from .next_tokens import SampledLabels
 
@@ -90,9 +90,7 @@ def distill(
     if examples is None:
         examples, dropped = load_examples(data, target, overlap)
     longest = max(len(example.input_ids) for example in examples)
-    if not config.decodes_branches:
-        require_window(target, longest)  # nothing is decoded beyond a text
-    require_labels(target, longest + max(config.horizon - 2, 0), branches=config.decodes_branches)
+    require_labels(target, longest, config.horizon, branches=config.decodes_branches)
     require_features(config, target)
     # 2. Label them, shard by shard.
     plan = plan_shards(examples, config.shard_examples)

@@ -249,9 +249,12 @@ def test_a_window_that_branches_ignore_is_found(make_target: MakeTarget, monkeyp
         require_branch_attention(target, 45)
 
 
-def test_texts_beyond_the_context_window_are_refused(make_target: MakeTarget) -> None:
+@pytest.mark.parametrize(("num_tokens", "branches"), [(127, True), (130, False)])
+def test_texts_beyond_the_context_window_are_refused(make_target: MakeTarget, num_tokens: int, branches: bool) -> None:
+    target = make_target("llama")
+    require_labels(target, 128 - 3 * branches, 5, branches=branches)
     with pytest.raises(ValueError, match="by at least 2"):
-        require_branch_attention(make_target("llama"), 130)
+        require_labels(target, num_tokens, 5, branches=branches)
 
 
 def test_a_target_that_mixes_tokens_outside_of_attention_is_an_error(make_target: MakeTarget) -> None:
@@ -312,8 +315,8 @@ def test_a_model_that_does_more_than_its_head_is_refused_along_the_text_too(make
     target = make_target(BertLMHeadModel(config))
     for branches in (False, True):
         with pytest.raises(ValueError, match="does more than its output layer .* Choose another target"):
-            require_labels(target, 20, branches=branches)
-    require_labels(make_target("llama"), 20, branches=False)
+            require_labels(target, 20, 5, branches=branches)
+    require_labels(make_target("llama"), 20, 5, branches=False)
 
 
 def test_an_attention_that_fails_on_branches_is_an_error_with_its_remedy(make_target: MakeTarget) -> None:
