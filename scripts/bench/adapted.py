@@ -1,9 +1,10 @@
-"""Tokens per step of adapted drafters over their base's, suite by suite, on the same prompts.
+"""Tokens per step of drafters over another's, such as the base of adapted ones, suite by suite, on the same prompts.
 
-    python scripts/bench/adapted.py TARGET BASE NAME=FOLDER ... --suites code.jsonl=40,mt_bench.jsonl=30 --output FILE
+    python scripts/bench/adapted.py TARGET BASE NAME=DRAFTER ... --suites code.jsonl=40,mt_bench.jsonl=30 --output FILE
 
-A suite is a file of prompts, and how many of them are drawn. Answers are greedy, and nothing is timed. `bytes` is the size of
-what is kept of a drafter beside its base: of a low-rank change that of its folder `low_rank`.
+Drafters are folders, or names such as `recycling`. A suite is a file of prompts, and how many of them are drawn. Answers are
+greedy, and nothing is timed. `bytes` is the size of what is kept of a drafter beside its base: of a low-rank change that of
+its folder `low_rank`.
 """
 
 import argparse
@@ -33,8 +34,8 @@ TOGETHER = 10
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target")
-    parser.add_argument("base", type=Path, help="folder of the drafter that the others started from")
-    parser.add_argument("adapted", nargs="+", help="NAME=FOLDER")
+    parser.add_argument("base", help="the drafter that the others are compared with")
+    parser.add_argument("adapted", nargs="+", help="NAME=DRAFTER")
     parser.add_argument("--suites", required=True, help="FILE=COUNT, separated by commas")
     parser.add_argument("--setting", type=json.loads, default={}, help="options of drafting, in JSON")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -49,8 +50,8 @@ def main() -> None:
         room = target.context_length - args.max_new_tokens
         suites[config.name] = draw_prompts([load_suite(config.name, config.path)], target, room, int(count), seed=0)
 
-    def counts_of(folder: Path) -> dict[str, list[tuple[int, int]]]:
-        drafter = load_drafter(folder, target, **args.setting)
+    def counts_of(name: str) -> dict[str, list[tuple[int, int]]]:
+        drafter = load_drafter(name, target, **args.setting)
         options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "batch_size": TOGETHER}
         answers = {name: decode(target, drafter, GreedyAcceptance(), prompts, **options) for name, prompts in suites.items()}
         return {name: [(one.tokens, one.steps) for one in steps] for name, steps in answers.items()}
@@ -58,9 +59,9 @@ def main() -> None:
     base, rows = counts_of(args.base), list[dict[str, Any]]()
     for text in args.adapted:
         name, _, folder = text.partition("=")
-        low_rank = Path(folder) / LOW_RANK_DIR / WEIGHTS_FILE
-        size = (low_rank if low_rank.exists() else Path(folder) / WEIGHTS_FILE).stat().st_size
-        for suite, counts in counts_of(Path(folder)).items():
+        kept = [Path(folder) / LOW_RANK_DIR / WEIGHTS_FILE, Path(folder) / WEIGHTS_FILE]
+        size = next((file.stat().st_size for file in kept if file.exists()), 0)
+        for suite, counts in counts_of(folder).items():
             both = np.array([counts, base[suite]])  # [side, prompt, (tokens, steps)]
             value, interval = bootstrap(both, ratio_of_ratios, seed=0)
             before, after = (side[:, 0].sum() / side[:, 1].sum() for side in both[::-1])

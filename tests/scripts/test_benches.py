@@ -419,12 +419,13 @@ def test_adapted_drafters_are_compared_with_their_base_by_suite(script, tiny_tar
     save_drafter(drafter, folder, target.identity)
     prompts, output = tmp_path / "mine.jsonl", tmp_path / "adapted.json"
     prompts.write_text("".join(json.dumps({"prompt": f"Write {word}."}) + "\n" for word in ("one", "two", "three")))
-    command = ["adapted.py", str(tiny_target_dir), str(folder), f"same={folder}", "--suites", f"{prompts}=3"]
+    command = ["adapted.py", str(tiny_target_dir), str(folder), f"same={folder}", "free=suffix", "--suites", f"{prompts}=3"]
     monkeypatch.setattr(sys, "argv", [*command, "--max-new-tokens", "8", "--dtype", "float32", "--output", str(output)])
     script("bench/adapted").main()
-    (row,) = rows_of(output)
+    row, free = rows_of(output)
     assert (row["drafter"], row["suite"], row["prompts"], row["ratio"]) == ("same", "mine", 3, [1.0, 1.0, 1.0])
     assert row["bytes"] == (folder / "model.safetensors").stat().st_size
+    assert (free["drafter"], free["before"], free["bytes"]) == ("free", row["before"], 0)
 
 
 FAKE_ENGINE = """
