@@ -264,8 +264,8 @@ def methods_by_place(
         name: Method(name=name, label=spec.label, drafter=proposers.get(name) or NullDrafter()) for name, spec in specs.items()
     }
     for name, spec in specs.items():
-        if spec.pipelined and name in proposers:
-            methods[name] = replace(methods[name], loop=pipelined_loop(proposers[name]))
+        if spec.pipelined:
+            methods[name] = replace(methods[name], loop=pipelined_loop(methods[name].drafter))
     baseline = Method(name=BASELINE, label=PLAIN_DECODING, drafter=NullDrafter())
     return {
         place: [baseline, *(methods[name] for name, spec in specs.items() if spec.places is None or place in spec.places)]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..decoding.growing_tree import GrowingTree
+from ..decoding.loop import NullDrafter
 from ..decoding.protocols import Drafter, StreamingDrafter
 from ..decoding.sampling import Randomness
 from ..decoding.tree import accepted_path, chain_tree
@@ -150,6 +151,8 @@ def streaming_drafter(drafter: Drafter[Any, Any]) -> StreamingDrafter[Any]:
 
     Raises ValueError for a drafter that can't draft while the target reads.
     """
+    if isinstance(drafter, NullDrafter):
+        return StreamingNull()
     if isinstance(drafter, MergedDrafter):
         sources, counts = drafter.sources, drafter.merge.counts
     else:
@@ -165,3 +168,23 @@ def streaming_drafter(drafter: Drafter[Any, Any]) -> StreamingDrafter[Any]:
     merge = MergeSources(sources, max_nodes=MAX_NODES, grows=True)
     merge.counts = counts
     return StreamingMerge(merge)
+
+
+class StreamingNull(StreamingDrafter[GrowingTree]):
+    """Drafter that proposes nothing. Its state is an empty tree."""
+
+    def begin(
+        self, prompts: Prompts, prefill: TargetOutput, last_token: int, *, max_new_tokens: int, generator: Randomness = None
+    ) -> GrowingTree:
+        return GrowingTree()
+
+    def tree(self, state: GrowingTree) -> GrowingTree:
+        return state
+
+    def grow(self, state: GrowingTree) -> bool:
+        return False
+
+    def follow(
+        self, state: GrowingTree, tokens: Sequence[int], output: TargetOutput, generator: Randomness = None
+    ) -> GrowingTree:
+        return state

@@ -177,6 +177,13 @@ def test_a_tree_that_is_not_followed_stops_growing(target, twin, kind):
     assert len(drafter.tree(state)) == sizes[-1]
 
 
+def test_nothing_is_drafted_without_a_drafter(target):
+    drafter = streaming_drafter(NullDrafter())
+    moments = list(stream(target, drafter, num_new=6))
+    assert not any(len(moment.tree) or drafter.grow(moment.state) for moment in moments)
+    assert moments[-1].text[len(PROMPT) :] == plain_answer(target, 6)
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "model" in kind])
 def test_a_grow_costs_one_draft_pass_and_a_follow_none(target, twin, monkeypatch, kind):
     passes, drafter = [0], streaming_drafter(build(kind, target, twin))
@@ -458,11 +465,11 @@ RULES = {"greedy": GreedyAcceptance(), "sampled": SpeculativeSampling(sampling=S
 
 
 @pytest.mark.quick_cases(8)
-@pytest.mark.parametrize(("kind", "rule"), [*zip(KINDS, cycle(RULES), strict=False)])
+@pytest.mark.parametrize(("kind", "rule"), [*zip(["null", *KINDS], cycle(RULES), strict=False)])
 def test_pipelined_tokens_are_those_of_plain_decoding(target, twin, kind, rule):
     prompts, counts = [PROMPT, [9, 8]], [24, 12]
     options = [{"generator": RowSeeds([seed])} if rule == "sampled" else {} for seed in (5, 6)]
-    drafter = streaming_drafter(build(kind, target, twin))
+    drafter = streaming_drafter(NullDrafter() if kind == "null" else build(kind, target, twin))
     late = LateTarget(target, seed=5)
     for prompt, num_new, seeds in zip(prompts, counts, options, strict=True):
         ids = [torch.tensor(prompt)]
@@ -471,8 +478,8 @@ def test_pipelined_tokens_are_those_of_plain_decoding(target, twin, kind, rule):
         steps = list(generate_pipelined(late, drafter, RULES[rule], ids, max_new_tokens=num_new, speculation=policy, **seeds))
         assert texts_of(steps, 1) == texts_of(plain, 1)
     if kind not in UNTRAINED:  # those are unsure
-        assert late.num_late > 0, "several runs were under way"
-        assert late.num_cancelled > 0
+        assert (late.num_late > 0) == (kind != "null"), "several runs were under way"
+        assert (late.num_cancelled > 0) == (kind != "null")
 
 
 def test_a_pipeline_foresees_the_draws(target, monkeypatch):
