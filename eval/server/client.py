@@ -10,19 +10,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from secrets import token_hex
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
-from pydantic import (
-    AliasChoices,
-    AliasPath,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    FiniteFloat,
-    NonNegativeInt,
-    ValidationError,
-)
+from pydantic import BaseModel, FiniteFloat, NonNegativeInt, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from ...data.servers import KEY_VARIABLE, NO_ADDRESS, NO_FILTERS, is_address, server_address, server_key, shown
@@ -60,6 +51,30 @@ class Reply:
     """Those of this answer, if the server counts them with it."""
 
 
+class _Logprobs(BaseModel):
+    top_logprobs: list[dict[str, FiniteFloat] | None] = []
+
+
+class _Choice(BaseModel):
+    token_ids: list[NonNegativeInt] | None = None
+    text: str = ""
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(BaseModel):
+    prompt_tokens: int | None = None
+
+
+class _Chunk(BaseModel):
+    """A part of a reply of OpenAI's protocol."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    metrics: Any = None
+    error: Any = None
+
+
 class _Top(BaseModel):
     id: NonNegativeInt
     logprob: FiniteFloat | None
@@ -69,34 +84,14 @@ class _Place(BaseModel):
     top_logprobs: list[_Top] = []
 
 
-def _read_place(place: Any) -> Any:
-    """Read log-probabilities of OpenAI's protocol, whose keys are `token_id:123`, as llama.cpp's."""
-    if not isinstance(place, dict) or "top_logprobs" in place:
-        return {} if place is None else place
-    found = ((re.fullmatch(r"token_id:(\d+)", key), value) for key, value in place.items())
-    return {"top_logprobs": [{"id": match[1], "logprob": value} for match, value in found if match]}
-
-
-NO_NULL = BeforeValidator(lambda value: [] if value is None else value)
-
-
-def _named(name: str, first: str, *path: str | int) -> Any:
-    """Return a field with its name in llama.cpp's protocol, and its path in OpenAI's."""
-    return Field(validation_alias=AliasChoices(name, AliasPath(first, *path)))
-
-
 class _Part(BaseModel):
-    """A part of a reply, in one of both protocols."""
+    """A part of a reply of llama.cpp's protocol."""
 
-    tokens: Annotated[list[NonNegativeInt], NO_NULL, _named("tokens", "choices", 0, "token_ids")] = []
-    content: Annotated[str, _named("content", "choices", 0, "text")] = ""
-    places: Annotated[
-        list[Annotated[_Place, BeforeValidator(_read_place)]],
-        NO_NULL,
-        _named("completion_probabilities", "choices", 0, "logprobs", "top_logprobs"),
-    ] = []
-    stop_type: Annotated[str | None, _named("stop_type", "choices", 0, "finish_reason")] = None
-    tokens_evaluated: Annotated[int | None, _named("tokens_evaluated", "usage", "prompt_tokens")] = None
+    tokens: list[NonNegativeInt] = []
+    content: str = ""
+    completion_probabilities: list[_Place] = []
+    stop_type: str = ""
+    tokens_evaluated: int | None = None
     tokens_predicted: int = 0
     timings: Any = None
     metrics: Any = None
@@ -105,7 +100,8 @@ class _Part(BaseModel):
 
     def tops(self) -> list[dict[int, float]]:
         """Return the log-probabilities of the most probable tokens at each place."""
-        return [{top.id: top.logprob for top in place.top_logprobs if top.logprob is not None} for place in self.places]
+        places = self.completion_probabilities
+        return [{top.id: top.logprob for top in place.top_logprobs if top.logprob is not None} for place in places]
 
 
 class _Model(BaseModel):
@@ -252,20 +248,37 @@ class Server:
         """Return the parts of a reply as one, and the time of its first token."""
         whole, first = _Part(), None
         for at, event in self._events(path, body):
-            part = self._valid(event)
+            part = self._valid(_Part, event) if self.is_llama_cpp else self._chunk(event)
             first = at if first is None and (part.tokens or part.content) else first
             whole.tokens += part.tokens
             whole.content += part.content
-            whole.places += part.places
+            whole.completion_probabilities += part.completion_probabilities
             whole.stop_type = part.stop_type or whole.stop_type
             whole.tokens_evaluated = part.tokens_evaluated or whole.tokens_evaluated
             whole.tokens_predicted = max(whole.tokens_predicted, part.tokens_predicted)
             whole.timings, whole.metrics = part.timings or whole.timings, part.metrics or whole.metrics
         return whole, first
 
-    def _valid(self, event: str) -> _Part:
+    def _chunk(self, event: str) -> _Part:
+        """Read a part of OpenAI's protocol as one of llama.cpp's."""
+        chunk = self._valid(_Chunk, event)
+        num_read = chunk.usage.prompt_tokens if chunk.usage else None
+        if not chunk.choices:
+            return _Part(tokens_evaluated=num_read, metrics=chunk.metrics)
+        choice = chunk.choices[0]
+        places = choice.logprobs.top_logprobs if choice.logprobs else []
+        return _Part(
+            tokens=choice.token_ids or [],
+            content=choice.text,
+            completion_probabilities=[_Place(top_logprobs=_tops(place)) for place in places],
+            stop_type=choice.finish_reason or "",
+            tokens_evaluated=num_read,
+            metrics=chunk.metrics,
+        )
+
+    def _valid(self, kind: Any, event: str) -> Any:
         try:
-            part = _Part.model_validate_json(event)
+            part = kind.model_validate_json(event)
             if part.error is not None:
                 raise ValueError(f"{self.url} answers {shown(event)}")
             return part
@@ -318,3 +331,9 @@ class Server:
             ) from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ConnectionError(f"{url} can't be read ({type(error).__name__}: {shown(str(error))})") from None
+
+
+def _tops(place: dict[str, float] | None) -> list[_Top]:
+    """Read the log-probabilities of a place, whose keys are `token_id:123`."""
+    found = ((re.fullmatch(r"token_id:(\d+)", key), value) for key, value in (place or {}).items())
+    return [_Top(id=int(match[1]), logprob=value) for match, value in found if match]
