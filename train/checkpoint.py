@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, recursively_apply
+from accelerate.utils import gather_object
 from torch import nn
 
 from ..data.behind import Behind
@@ -72,15 +72,35 @@ class Marker:
     """Digest of the other fields (`sha256_json`)."""
 
 
-def host_copy(values: Any) -> Any:
-    """Copy the tensors in nested values to the host. Waits for the device.
+class HostCopy:
+    """Copies nested values to the host. Each call overwrites the tensors of the call before.
 
-    From a GPU they go to pinned memory, which is much faster to fill, and which torch keeps for the next copy.
+    The memory is reused, because new memory costs page faults, and pinned memory (for tensors on
+    CUDA), which is much faster to fill, takes long to allocate.
     """
-    copies = recursively_apply(lambda tensor: tensor.detach().to("cpu", non_blocking=tensor.is_cuda, copy=True), values)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return copies
+
+    def __init__(self) -> None:
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def __call__(self, value: Any, path: str = "") -> Any:
+        """Copy dictionaries, lists, tuples and tensors; return other values as they are.
+
+        Waits for the device.
+        """
+        if isinstance(value, torch.Tensor):
+            return self._buffer(path, value).copy_(value.detach())
+        if isinstance(value, Mapping):
+            return {key: self(item, f"{path}/{key}") for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self(item, f"{path}/{index}") for index, item in enumerate(value))
+        return value
+
+    def _buffer(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
+        buffer = self._memory.get(path)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._memory[path] = buffer
+        return buffer
 
 
 class Checkpoints(Behind):
@@ -107,6 +127,7 @@ class Checkpoints(Behind):
         self._model = model
         self._optimizer = optimizer
         self._keep = keep
+        self._copy = HostCopy()
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Save the checkpoint of a step: weights, optimizer, random numbers, and `state`.
@@ -129,7 +150,7 @@ class Checkpoints(Behind):
         if self._accelerator.is_main_process:
             model: nn.Module = self._accelerator.unwrap_model(self._model)
             content = {"model": model.state_dict(), "optimizer": self._optimizer.state_dict(), "generators": generators}
-            self._last = self._pool.submit(self._write, step, host_copy(content), marker)
+            self._last = self._pool.submit(self._write, step, self._copy(content), marker)
 
     def finish(self) -> None:
         """Wait for the last write. Raises OSError where it failed."""

@@ -32,7 +32,7 @@ from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 from outrider.train.batches import BatchStream, require_packing, states_of_texts, target_reads, with_hidden_states
-from outrider.train.checkpoint import Checkpoints, complete_checkpoints, host_copy
+from outrider.train.checkpoint import Checkpoints, HostCopy, complete_checkpoints
 from outrider.train.config import TrainConfig
 from outrider.train.run import train
 
@@ -356,12 +356,14 @@ def test_a_checkpoint_restores_weights_optimizer_and_random_state(accelerator, d
         torch.testing.assert_close(step(model, optimizer), expected)
 
 
-def test_a_host_copy_is_pinned_and_shares_no_memory(device: torch.device) -> None:
+def test_a_host_copy_is_pinned_and_its_memory_is_used_again(device: torch.device) -> None:
     values = torch.arange(3 * 2**18 + 5, dtype=torch.float32, device=device)
     state = {"weights": values, "narrow": values.bfloat16(), "empty": values[:0], "step": torch.tensor(3.0, device=device)}
-    before = {name: value.cpu().clone() for name, value in state.items()}
-    copy = host_copy(state)
+    host_copy = HostCopy()
+    first = host_copy(state)
     values += 1
-    for name, value in before.items():
-        assert torch.equal(copy[name], value)
-        assert copy[name].is_pinned() or device.type != "cuda" or not value.numel()
+    again = host_copy(state)
+    for name, value in state.items():
+        assert torch.equal(again[name], value.cpu())
+        assert again[name].data_ptr() == first[name].data_ptr(), "the memory is used again"
+        assert again[name].is_pinned() or device.type != "cuda" or not value.numel()

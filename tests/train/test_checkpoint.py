@@ -18,8 +18,8 @@ from outrider.data.files import sha256_file
 from outrider.train import checkpoint as checkpoint_module
 from outrider.train.checkpoint import (
     Checkpoints,
+    HostCopy,
     complete_checkpoints,
-    host_copy,
     latest_checkpoint,
     random_state,
     read_marker,
@@ -272,13 +272,22 @@ def test_a_missing_folder_has_no_checkpoint(tmp_path: Path) -> None:
 def test_a_copy_keeps_values_kinds_and_nesting_and_shares_no_memory() -> None:
     weight = torch.nn.Parameter(torch.randn(3, 2).T)  # not contiguous
     state = {"state": {0: {"step": torch.tensor(3.0), "exp_avg": weight}}, "groups": [{"betas": (0.9, 0.99), "params": [0]}]}
-    copy = host_copy(state)
+    copy = HostCopy()(state)
     before = weight.detach().clone()
     weight.data.zero_()
     assert torch.equal(copy["state"][0]["exp_avg"], before)
     assert not copy["state"][0]["exp_avg"].requires_grad
     assert copy["groups"] == state["groups"]
     assert type(copy["groups"][0]["betas"]) is tuple
+
+
+def test_the_next_copy_takes_the_same_memory_unless_a_shape_has_changed() -> None:
+    copy, state = HostCopy(), {"a": torch.ones(4), "b": torch.ones(4)}
+    first = copy(state)
+    second = copy({"a": torch.zeros(4), "b": torch.zeros(5)})
+    assert second["a"].data_ptr() == first["a"].data_ptr() != second["b"].data_ptr()
+    assert first["b"].tolist() == [1.0] * 4
+    assert second["b"].tolist() == [0.0] * 5
 
 
 def test_every_random_generator_is_restored() -> None:
