@@ -32,6 +32,9 @@ class StoredStates:
     def __post_init__(self) -> None:
         assert self.scales is None or self.scales.shape == self.values.shape[:1], "each token has a scale"
 
+    def __len__(self) -> int:
+        return len(self.values)
+
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "StoredStates":
         """Return the states with `move` applied to the tensors, which copies them elsewhere."""
         return StoredStates(values=move(self.values), scales=None if self.scales is None else move(self.scales))

@@ -59,6 +59,13 @@ class DistilledExample:
     layers: Mapping[int, StoredStates] = field(default_factory=dict)
     top: "TopTokens | None" = None
 
+    def __post_init__(self) -> None:
+        num_tokens = len(self.example.input_ids)
+        values = {"continuations": self.continuations, "hidden_states": self.hidden_states, "top": self.top}
+        for name, value in (values | {f"layer {number}": states for number, states in self.layers.items()}).items():
+            if value is not None and len(value) != num_tokens:
+                raise ValueError(f"example {self.example.id!r}: {name} has {len(value)} rows; it must have {num_tokens}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopTokens:
@@ -70,6 +77,9 @@ class TopTokens:
 
     tokens: Int[torch.Tensor, "seq top"]
     log_probs: Float[torch.Tensor, "seq top"]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

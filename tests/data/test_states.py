@@ -75,4 +75,4 @@ def test_only_the_tokens_with_nan_and_infinite_states_are_marked(dtype: str, val
 def test_state_bytes_equals_the_size_of_the_tensors(dtype: str) -> None:
     stored = encode_states(states(), dtype)
     tensors = [stored.values, *([] if stored.scales is None else [stored.scales])]
-    assert sum(tensor.nbytes for tensor in tensors) == len(stored.values) * state_bytes(WIDTH, dtype)
+    assert sum(tensor.nbytes for tensor in tensors) == len(stored) * state_bytes(WIDTH, dtype)
