@@ -8,7 +8,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from random import Random
@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 
+from ..data.collate import text_continuations
 from ..data.config import SELF, DataConfig
 from ..data.conversations import Conversation
 from ..data.manifest import MANIFEST_FILE
@@ -28,7 +29,7 @@ from ..distill.label.continuations import require_labels
 from ..distill.label.features import bytes_per_token, free_bytes
 from ..distill.label.run import load_examples, missing_examples
 from ..distill.regenerate.engines.registry import tried_rows
-from ..distill.regenerate.run import count_turns, load_questions, missing_conversations
+from ..distill.regenerate.run import answer_limits, count_turns, load_questions, missing_conversations
 from ..distill.regenerate.self_written import sample_conversations
 from ..eval.config import BOTH
 from ..eval.measure.plan import first_turn_ids
@@ -121,14 +122,20 @@ class Planner:
         elif not only_sample:  # raises ValueError if the folder is another run's
             missing = missing_examples(options, data, target, texts, self.folder / "distill")
         longest = max(len(text.input_ids) for text in texts)
+        if is_regenerated:
+            longest = min(longest, answer_limits(options, data, target).max_tokens)
         require_labels(target, longest, options.horizon, branches=options.decodes_branches)
         self.accelerator.wait_for_everyone()
         # 2. Label parts of some.
         self._say("labels: the target labels parts of some texts ...")
         with target.packed_where_faster():
             work, labelled = sample_labels(options, target, Random(0).sample(texts, len(texts)))
-        # The target's own greedy answers need no further passes.
-        per_position = 0.0 if options.is_greedy else work.num_branch_tokens / max(1, work.num_positions)
+        per_position = work.num_branch_tokens / max(1, work.num_positions)
+        if options.is_greedy:  # the target's own greedy answers are their own labels, without further passes
+            per_position = 0.0
+            for number, one in enumerate(labelled):
+                labels = text_continuations(one.example.input_ids, one.example.loss_mask, options.horizon)
+                labelled[number] = replace(one, continuations=labels)
         seconds_per_read = work.seconds / (work.num_text_tokens + work.num_branch_tokens)
         num_read = num_tokens + num_positions * per_position
         sample = PlannedTexts(

@@ -109,7 +109,8 @@ def make_examples(labels: DistillConfig | Manifest, target: HFTarget) -> list[Di
         return [
             DistilledExample(
                 example=example,
-                continuations=text_continuations(example.input_ids, example.loss_mask, labels.horizon),
+                # Other tokens than the text's, so that branches are tried, too.
+                continuations=text_continuations(example.input_ids.flip(0), example.loss_mask, labels.horizon),
             )
             for example in examples
         ]

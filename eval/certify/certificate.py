@@ -80,7 +80,10 @@ def run_checks(
     again, with the number of comparisons that are kept.
     """
     wanted: dict[str, Any] = json.loads(json.dumps(request))
-    lines = list(kept.lines) if kept is not None and kept.request == wanted else []
+    lines = list[CertificateLine]() if kept is None else list(kept.lines)
+    if kept is not None and (changes := differences(kept.request, wanted)):
+        logger.info("%s is replaced: it differs in %s", path, "; ".join(changes.values()))
+        lines = []
     try:
         for check in tqdm(checks[len(lines) :], desc="certify", unit="check", initial=len(lines), total=len(checks)):
             lines.append(check())

@@ -89,7 +89,7 @@ def make_package(name: Path | DrafterParts, output: Path, readme: str, certifica
         write_json(folder / GENERATION_FILE, GENERATION_CONFIG)
         for file, text in custom_generate_files().items():
             atomic_write_text(folder / FOLDER / file, text)
-        package_files(folder, called=parts.name)
+        package_files(folder, called=str(drafter or parts.name))
 
 
 def packaged_folder(parts: DrafterParts) -> Path | None:

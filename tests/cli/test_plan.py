@@ -15,6 +15,7 @@ from outrider.cli.run import run
 from outrider.cli.samples import FIRST_SIZE, REPEATS, batch_seconds, cut, grow, mean_tokens
 from outrider.data.types import Example
 from outrider.distill.config import DECODER_ROWS
+from outrider.distill.regenerate.engine import Limits
 from outrider.eval.measure.timing import Generation
 from outrider.models.decoding.stopping import Finish
 from outrider.models.decoding.types import Step
@@ -174,6 +175,16 @@ def test_answers_are_planned_before_their_labels(engine, rows, overrides, capsys
     printed = capsys.readouterr().out
     assert titles(printed) == ["answers", "labels"]
     assert re.search(rf"5 answers of about \d+ tokens, in batches of {rows}\n", printed)
+
+
+@pytest.mark.parametrize("engine", ["null", "decoder"])
+def test_the_window_is_for_the_texts_that_are_labelled(engine, overrides, monkeypatch):
+    """Regenerated ones end where the window does."""
+    asked: list[int] = []
+    monkeypatch.setattr(plan, "answer_limits", lambda *args: Limits(max_new_tokens=8, max_tokens=50))
+    monkeypatch.setattr(plan, "require_labels", lambda target, num_tokens, *args, **options: asked.append(num_tokens))
+    run_here("conf=demo", *overrides, "plan=true", "stages=[distill]", f"distill.engine={engine}")
+    assert asked == [96 if engine == "null" else 50]
 
 
 def test_a_too_small_disk_and_a_long_run_are_shown(overrides, monkeypatch, capsys):

@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from outrider.train import loop as loop_module
 from outrider.train.processes import RECORDED_COLLECTIVES, make_accelerator
@@ -29,9 +31,14 @@ def test_the_short_limit_begins_with_the_first_step(run_train: Callable[..., Run
     calls: list[str] = []
     finish_step = loop_module.finish_step
     monkeypatch.setattr(loop_module, "finish_step", lambda *args: (calls.append("step"), finish_step(*args))[1])
-    monkeypatch.setattr(loop_module, "shorten_patience", lambda *args: calls.append("short limit"))
+
+    def shorten(accelerator: Accelerator, training: ExitStack) -> None:
+        calls.append("short limit")
+        training.callback(calls.append, "long limit")
+
+    monkeypatch.setattr(loop_module, "shorten_patience", shorten)
     run_train(steps=2)
-    assert calls == ["step", "short limit", "step"]
+    assert calls == ["step", "short limit", "step", "long limit"]
 
 
 @pytest.mark.parametrize("older_name", [False, True])

@@ -79,12 +79,17 @@ class _Usage(BaseModel):
     prompt_tokens: int | None = None
 
 
-class Completion(BaseModel):
-    """A reply to a prompt; vLLM adds where it has written the hidden states."""
+class ServedStatesReply(BaseModel):
+    """What vLLM adds to a reply: where it has written the hidden states."""
+
+    kv_transfer_params: Transfer | None = None
+
+
+class Completion(ServedStatesReply):
+    """A reply to a prompt."""
 
     choices: tuple[_Choice]
     usage: _Usage | None = None
-    kv_transfer_params: Transfer | None = None
 
 
 class CompletionsServer:

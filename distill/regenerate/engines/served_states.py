@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ....models.llm.hf_target import HFTarget
 from ....models.llm.hidden_states import decoder_layers, decoder_of
 from ...config import DistillConfig
-from .openai import Completion, CompletionsServer, open_servers
+from .openai import CompletionsServer, ServedStatesReply, open_servers
 from .states_files import drop_states, states_file, take_states
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class ServedStates:
         for text in texts:
             server, model = self.servers[next(self.turns) % len(self.servers)]
             body: dict[str, Any] = {"model": model, "prompt": text.tolist(), "max_tokens": 1, "temperature": 0.0}
-            asked.append((server.url, text, server.submit(server.ask("completions", Completion, body))))
+            asked.append((server.url, text, server.submit(server.ask("completions", ServedStatesReply, body))))
         try:
             states = [self._of_file(url, reply.result(), text) for url, text, reply in asked]
         finally:
@@ -104,7 +104,7 @@ class ServedStates:
     def _wanted(self) -> list[int]:
         return [*self.layers, len(decoder_layers(self.target.model))]
 
-    def _of_file(self, url: str, reply: Completion, text: torch.Tensor) -> Float[torch.Tensor, "seq layer hidden"]:
+    def _of_file(self, url: str, reply: ServedStatesReply, text: torch.Tensor) -> Float[torch.Tensor, "seq layer hidden"]:
         """Read a text's states, and delete their file."""
         if reply.kv_transfer_params is None:
             raise ValueError(f"{url} gives no hidden states; {START}")
