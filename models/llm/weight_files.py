@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ...data.files import drop_from_cache, read_json
+from ...data.files import drop_from_cache
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 SHARD, SHARD_NAME = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors"), "model-{:05d}-of-{:05d}.safetensors"
@@ -152,11 +152,10 @@ def with_index(name_or_path: str) -> Iterator[str]:
 
 def read_index(path: Path) -> dict[str, str]:
     """Return each tensor's file name. Raises ValueError for a damaged index, and for files that are missing or elsewhere."""
-    content = read_json(path)
     try:
-        index = {name: str(Path(file)) for name, file in content["weight_map"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, "its weight_map must name a file for each tensor") from error
+        index = {name: str(Path(file)) for name, file in json.loads(path.read_bytes())["weight_map"].items()}
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, f"its weight_map must name a file for each tensor ({type(error).__name__}: {error})") from error
     for name in sorted(set(index.values())):
         # Also reject the separators of other systems, since an index may come from any of them.
         if name in (".", "..") or "/" in name or "\\" in name or ":" in name:
