@@ -37,8 +37,9 @@ def score(
 ) -> Loss:
     """Compute the loss of a drafter from `inputs` at every position and depth: [position, depth, *rest].
 
-    With `entries` they are those of entries, [entry, *rest], and label [n, d] follows entry `entries[n, d]`:
-    labels that are the same token after the same entry are evaluated once. Entries of one text are in its order.
+    With `entries` the inputs are by entry, [entry, *rest], and label [n, d] follows entry `entries[n, d]`. Labels that are
+    the same token after the same entry are evaluated once. The entries of a text are in the order of its tokens, so a
+    teacher computes each distribution once.
 
     `predict` computes the logits of rows of them. A label outside a reduced vocabulary counts as a
     miss. It adds nothing to the sums if the label is the teacher: in the cross-entropy, and in every
