@@ -2,10 +2,11 @@
 
 Every rule has the same two halves. The first half decides for each node alone whether the node is
 accepted if its parent is. The second half, `follow`, walks down the accepted nodes. All nodes are
-decided at once on the device, so no rule makes the host wait; but on a CPU `follow_on_host` and
-`follow_draws` decide only the nodes on the way.
+decided at once on the device, so no rule makes the host wait; but on a CPU `follow_on_host` decides
+only the nodes on the way.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
@@ -15,9 +16,14 @@ from jaxtyping import Bool, Float, Int
 from torch.nn.functional import pad
 
 from .reading import acceptance_of
-from .sampling import Randomness, RowSeeds, Sampling, choose, warp
+from .sampling import MIN_PRECISION, Randomness, RowSeeds, Sampling, choose, warp
 from .tree import DraftTree, host_row
 from .types import NO_NODE, Acceptance, TargetOutput
+
+MANY_DRAWS = 256
+"""More rows are drawn together: a draw on the host is a dozen operations."""
+Pick = Callable[[int, int, Float[torch.Tensor, " vocab"]], tuple[int, bool]]
+"""Chooses a row's token at a depth below its last committed token; also returns whether the logits there are numbers."""
 
 
 class GreedyAcceptance:
@@ -29,8 +35,8 @@ class GreedyAcceptance:
     lossless, is_random = True, False
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
-        if output.logits.device.type == "cpu" and tree.num_nodes and not output.is_fixed:  # a recorded rule reads nothing
-            return follow_on_host(tree, output.logits)
+        if decides_on_host(output):
+            return follow_on_host(tree, output.logits, likeliest)
         peaks, choices = output.logits.max(-1)
         return follow_choices(tree, choices, peaks)
 
@@ -54,9 +60,15 @@ class SpeculativeSampling:
     sampling: Sampling
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
-        is_on_host = output.logits.device.type == "cpu"
-        if is_on_host and isinstance(generator, RowSeeds) and generator.seeds:  # a recorded rule has them on the device alone
-            return follow_draws(tree, output.logits, self.sampling, generator)
+        # A recorded rule has its seeds on the device alone.
+        if decides_on_host(output) and isinstance(generator, RowSeeds) and 0 < len(generator.seeds) <= MANY_DRAWS:
+            generator.require(len(output.logits))
+            draw, sampling = generator.draw, self.sampling
+            return follow_on_host(
+                tree,
+                output.logits,
+                lambda row, depth, logits: (draw(row, depth, warp(logits, sampling)), abs(float(logits.amax())) < inf),
+            )
         probs = warp(output.logits, self.sampling)
         return follow_choices(tree, choose(probs, pad(tree.depths, (1, 0)), tree.max_depth, generator))
 
@@ -133,50 +145,38 @@ def follow_choices(
     return Acceptance(path=path, num_accepted=num_accepted, entry=entry, bonus_token=bonus_token, peaks=peaks)
 
 
-def follow_on_host(tree: DraftTree, logits: Float[torch.Tensor, "batch entry vocab"]) -> Acceptance:
+def decides_on_host(output: TargetOutput) -> bool:
+    """Return whether `follow_on_host` decides: on a CPU, if the rule isn't recorded, which reads nothing."""
+    return output.logits.device.type == "cpu" and not output.is_fixed
+
+
+def likeliest(row: int, depth: int, logits: Float[torch.Tensor, " vocab"]) -> tuple[int, bool]:
+    """Return the arg-max; NumPy finds it several times as fast as torch. The first NaN counts as the largest number."""
+    values = logits.numpy()
+    token = int(values.argmax())
+    return token, bool(abs(values[token]) < inf)
+
+
+def follow_on_host(tree: DraftTree, logits: Float[torch.Tensor, "batch entry vocab"], pick: Pick) -> Acceptance:
     """Walk down as `follow_choices` does, and choose only after the accepted nodes.
 
     Also computes `Acceptance.numbers`. On a CPU an operation of torch takes longer than a loop over a small tree, and
-    with a large vocabulary the largest logits after all nodes take milliseconds.
+    with a large vocabulary choosing after all nodes takes milliseconds.
     """
+    precision = torch.promote_types(logits.dtype, MIN_PRECISION)  # numpy has no bfloat16
     rows, depth = list[list[int]](), tree.max_depth
     for row, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
         children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
         path, are_numbers, last = list[int](), list[int](), NO_NODE
         while len(are_numbers) == len(path):
-            peak, choice = logits[row, last + 1].max(-1)
-            are_numbers.append(int(abs(peak.item()) < inf))
-            bonus = int(choice)
+            after = logits[row, last + 1].to(precision)
+            bonus, is_number = pick(row, len(path), after)
+            are_numbers.append(int(is_number))
             if (last, bonus) in children:
                 path.append(last := children[last, bonus])
         numbers = host_row(path, [tokens[node] for node in path], bonus, depth)
         rows.append([*numbers, *are_numbers, *[1] * (depth - len(path))])
     return acceptance_of(torch.tensor(rows, device=logits.device), depth)
-
-
-def follow_draws(
-    tree: DraftTree, logits: Float[torch.Tensor, "batch entry vocab"], sampling: Sampling, seeds: RowSeeds
-) -> Acceptance:
-    """Walk down as `follow_choices` does, and draw only after the entries on the way.
-
-    The host waits after each. On a CPU that is faster: drawing after all entries took longer than a small
-    target's pass.
-    """
-    batch = len(logits)
-    entry = torch.zeros(batch, dtype=torch.long)
-    num_accepted, bonus, going = torch.zeros_like(entry), torch.zeros_like(entry), torch.arange(batch)
-    for depth in range(tree.max_depth + 1):
-        probs = warp(logits[going, entry[going]], sampling)
-        clocks = seeds.clocks(probs.new_empty(batch), torch.tensor([depth]), probs.shape[-1])[going, 0]
-        bonus[going] = (probs / clocks).max(-1).indices
-        is_next = (tree.parents[going] == entry[going, None] - 1) & (tree.tokens[going] == bonus[going, None])
-        has_next = is_next.any(-1)
-        if not has_next.any():
-            break
-        going = going[has_next]
-        entry[going] = is_next[has_next].byte().argmax(-1) + 1
-        num_accepted[going] += 1
-    return Acceptance(path=_path_to(tree, entry, num_accepted), num_accepted=num_accepted, entry=entry, bonus_token=bonus)
 
 
 def _path_to(

@@ -58,7 +58,7 @@ def warp(logits: Float[torch.Tensor, "*batch vocab"], sampling: Sampling) -> Flo
     if sampling.temperature < torch.finfo(logits.dtype).tiny:  # would be rounded to 0
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     # Subtract the maximum first: a tiny temperature then gives -inf, and not inf - inf.
-    probs = ((logits - logits.max(-1, keepdim=True).values) / sampling.temperature).softmax(-1)
+    probs = ((logits - logits.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1)
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         top = probs.topk(sampling.top_k, dim=-1)
         probs = torch.zeros_like(probs).scatter_(-1, top.indices, top.values)
@@ -156,6 +156,12 @@ class RowSeeds:
         clocks = self.clocks(probs, torch.arange(max_depth + 1, device=probs.device), probs.shape[-1])
         return (probs / clocks.gather(1, depths[:, :, None].expand_as(probs))).max(-1).indices
 
+    def draw(self, row: int, depth: int, probs: Float[torch.Tensor, " vocab"]) -> int:
+        """Choose one token of a row on the host, at a depth: the token of `choose`."""
+        key = _key_on_host(self.seeds[row], self._positions[row] + depth)
+        clocks = exponential(torch.tensor(key - (key >> 63 << 64)), probs.shape[-1]).to(probs.dtype)
+        return int((probs / clocks).numpy().argmax())
+
     def clocks(
         self,
         probs: Float[torch.Tensor, "batch *_"],
@@ -166,7 +172,8 @@ class RowSeeds:
 
         They are those of all or of some tokens, on the device and in the type of `probs`.
         """
-        seeds, positions = self._rows_for(probs)[..., None]
+        self.require(len(probs))
+        seeds, positions = self.rows(probs.device)[..., None]
         return exponential(stream_keys(seeds, positions + depths), tokens).to(probs.dtype)
 
     def rings(self, row: int, depths: Sequence[int], tokens: Sequence[int]) -> list[float]:
@@ -186,11 +193,11 @@ class RowSeeds:
         other.sampling = sampling
         return other
 
-    def _rows_for(self, values: Float[torch.Tensor, "batch *_"]) -> Int[torch.Tensor, "2 batch"]:
-        rows = self.rows(values.device)
-        if len(values) != rows.shape[1]:
-            raise ValueError(f"there are {rows.shape[1]} seeds for {len(values)} rows; give one per row")
-        return rows
+    def require(self, num_rows: int) -> None:
+        """Raise ValueError if there isn't one seed for each row."""
+        num_seeds = len(self.seeds) if self._rows is None else self._rows.shape[1]
+        if num_seeds != num_rows:
+            raise ValueError(f"there are {num_seeds} seeds for {num_rows} rows; give one per row")
 
 
 SHARPNESS = 0.75

@@ -365,7 +365,7 @@ WALK_MUTANTS = (
     "walk ends a node early",
     "children of refused nodes",
 )
-ON_DEVICE = ('output.logits.device.type == "cpu" and tree.num_nodes and not output.is_fixed', "False")
+ON_DEVICE = ("if decides_on_host(output):", "if False:")
 """Greedy acceptance as on an accelerator."""
 GREEDY_MUTANTS = {
     **{name: ACCEPTANCE_MUTANTS[name] for name in WALK_MUTANTS},
@@ -377,8 +377,8 @@ GREEDY_MUTANTS = {
     ),
 }
 HOST_MUTANTS = {
-    "choice of the entry before": ("logits[row, last + 1].max(-1)", "logits[row, max(last, 0)].max(-1)"),
-    "smallest logit": ("logits[row, last + 1].max(-1)", "logits[row, last + 1].min(-1)"),
+    "choice of the entry before": ("logits[row, last + 1]", "logits[row, max(last, 0)]"),
+    "smallest logit": ("values.argmax()", "values.argmin()"),
     "another row": ("logits[row, last + 1]", "logits[0, last + 1]"),
     "parents mixed up": ("children[last, bonus]", "max(children.values())"),
 }
@@ -395,11 +395,11 @@ WARP_MUTANTS = {
     "top-p ignored": ("sampling.top_p is not None", "False"),
     "top-k ignored": ("sampling.top_k is not None", "False"),
     "top-k off by one": ("probs.topk(sampling.top_k,", "probs.topk(sampling.top_k - 1,"),
-    "temperature upside down": (".values) / sampling.temperature", ".values) * sampling.temperature"),
-    "temperature ignored": (".values) / sampling.temperature", ".values)"),
+    "temperature upside down": ("keepdim=True)) / sampling.temperature", "keepdim=True)) * sampling.temperature"),
+    "temperature ignored": ("keepdim=True)) / sampling.temperature", "keepdim=True))"),
     "temperature after top-p": (
-        ".values) / sampling.temperature",
-        ".values)",
+        "keepdim=True)) / sampling.temperature",
+        "keepdim=True))",
         "    return probs\n",
         "    probs = probs ** (1 / sampling.temperature)\n    return probs / probs.sum(-1, keepdim=True)\n",
     ),
@@ -407,11 +407,16 @@ WARP_MUTANTS = {
 }
 DRAW_MUTANTS = {
     "the depth before": ("pad(tree.depths, (1, 0))", "(pad(tree.depths, (1, 0)) - 1).clamp(min=0)"),
-    "one depth": ("torch.tensor([depth])", "torch.tensor([0])"),
-    "arg-max on the way": ("(probs / clocks).max(-1)", "probs.max(-1)"),
-    "not warped on the way": ("warp(logits[going, entry[going]], sampling)", "logits[going, entry[going]].softmax(-1)"),
-    "the child of any node": ("(tree.parents[going] == entry[going, None] - 1) & ", ""),
-    "any child": (" & (tree.tokens[going] == bonus[going, None])", ""),
+}
+HOST_DRAW_MUTANTS = {
+    "one depth": ("pick(row, len(path), after)", "pick(row, 0, after)"),
+    "not warped": ("draw(row, depth, warp(logits, sampling))", "draw(row, depth, logits.softmax(-1))"),
+    "rows mixed up": ("draw(row, depth, warp", "draw(0, depth, warp"),
+}
+HOST_CHANCE_MUTANTS = {
+    "arg-max": ("(probs / clocks).numpy()", "probs.numpy()"),
+    "uniform clocks": ("exponential(torch.tensor(", "uniform(torch.tensor("),
+    "one position": ("self._positions[row] + depth)\n        clocks", "depth)\n        clocks"),
 }
 CHANCE_MUTANTS = {
     "clocks multiplied": ("(probs / clocks.gather", "(probs * clocks.gather"),
@@ -499,20 +504,40 @@ def test_every_mutant_of_the_draws_is_caught_by_a_g_test(name, mutate):
     assert min(sampler_p_values(module)) < ALPHA
 
 
+@pytest.mark.parametrize("name", [*HOST_DRAW_MUTANTS, *HOST_CHANCE_MUTANTS])
+def test_every_mutant_of_the_draws_on_a_cpu_differs_from_the_draws_after_all_nodes(name, mutate):
+    is_rule = name in HOST_DRAW_MUTANTS
+    module = mutate(*HOST_DRAW_MUTANTS[name]) if is_rule else mutate(*HOST_CHANCE_MUTANTS[name], of=sampling_module)
+    assert draws_differ(module)
+
+
+def draws_differ(rules: Any) -> bool:
+    """Return whether a module's draws on the way differ from those after all nodes, which a recorded rule makes."""
+    sampling, random = Sampling(temperature=0.7), torch.Generator().manual_seed(3)
+    tree = make_trees([TreeShape((-1, -1, 1, 0))], [torch.tensor([[0, 1, 0, 1]]).expand(200, -1)])
+    logits = torch.randn(200, 5, 3, generator=random)
+    output = TargetOutput(logits=logits, hidden_states=torch.zeros(200, 5, 0))
+    seeds = [range(200), [row % 7 for row in range(200)]]
+    found = rules.SpeculativeSampling(sampling=sampling)(tree, output, generator=rules.RowSeeds(*seeds))
+    together = RowSeeds.of_rows(torch.tensor([[*row] for row in seeds]))
+    expected = SpeculativeSampling(sampling=sampling)(tree, output, generator=together)
+    return any(not torch.equal(getattr(found, name), getattr(expected, name)) for name in ("path", "bonus_token"))
+
+
 def test_the_unbroken_sampler_passes_the_same_way(mutate):
     for module in (mutate(), mutate(of=sampling_module)):
+        assert not draws_differ(module)
         rule = module.SpeculativeSampling
         require_exact(list(check_rule(lambda sampling, rule=rule: rule(sampling=sampling), shapes=["late branch"])))
         assert min(sampler_p_values(module)) > ALPHA
 
 
 def sampler_p_values(rules: Any) -> Iterator[float]:
-    """Yield p-values of a module's sampler for a chain and two trees: drawing after all nodes, and on the way only."""
+    """Yield p-values of a module's sampler for a chain and two trees, drawing after all nodes."""
     target, drafter, sampling = random_tables(3, 3, seed=0), random_tables(3, 3, seed=1), Sampling(temperature=0.7)
     for parents in ((-1, 0), (-1, -1), (-1, -1, 1)):
         shape, seeds = TreeShape(parents), rules.RowSeeds(range(20_000))
+        torch.manual_seed(0)
         tokens = beam_tokens(shape, drafter).expand(20_000, -1)
-        for generator in (seeds, rules.RowSeeds.of_rows(seeds.rows(tokens.device))):  # a recorded rule has the second form
-            torch.manual_seed(0)
-            found = sampled_tokens(rules.SpeculativeSampling(sampling=sampling), sampling, shape, target, tokens, generator)
-            yield g_test(sequence_counts(found, 3), joint(target, sampling, shape.depth + 1).flatten())
+        found = sampled_tokens(rules.SpeculativeSampling(sampling=sampling), sampling, shape, target, tokens, seeds)
+        yield g_test(sequence_counts(found, 3), joint(target, sampling, shape.depth + 1).flatten())

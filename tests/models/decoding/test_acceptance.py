@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.models.decoding import DraftTree, GreedyAcceptance, TargetOutput, chain_tree, empty_tree
-from outrider.models.decoding.acceptance import follow_choices, follow_on_host
+from outrider.models.decoding.acceptance import follow_choices
 from outrider.models.decoding.reading import read_acceptance
 from outrider.models.decoding.tree import accepted_path
 from outrider.models.decoding.types import NO_NODE, Acceptance
@@ -93,7 +93,7 @@ def test_a_cpu_decides_in_lists_as_an_accelerator_does(seed: int):
     logits[0, 1 + seed % 9] = torch.nan if seed % 2 else torch.inf
     output = TargetOutput(logits=logits, hidden_states=torch.zeros(3, 10, 1))
     peaks, choices = logits.max(-1)
-    one, other = follow_choices(tree, choices, peaks), follow_on_host(tree, logits)
+    one, other = follow_choices(tree, choices, peaks), GreedyAcceptance()(tree, output)
     for name in ("path", "num_accepted", "entry", "bonus_token"):
         assert torch.equal(getattr(one, name), getattr(other, name))
 
