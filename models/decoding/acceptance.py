@@ -20,8 +20,8 @@ from .sampling import MIN_PRECISION, Randomness, RowSeeds, Sampling, choose, war
 from .tree import DraftTree, host_row
 from .types import NO_NODE, Acceptance, TargetOutput
 
-MANY_DRAWS = 256
-"""More rows are drawn together: a draw on the host is a dozen operations."""
+MANY_ROWS, FEW_TOKENS = 256, 1024
+"""More rows than that are drawn together if the vocabulary is smaller than that: a draw on the host is a dozen operations."""
 Pick = Callable[[int, int, Float[torch.Tensor, " vocab"]], tuple[int, bool]]
 """Chooses a row's token at a depth below its last committed token; also returns whether the logits there are numbers."""
 
@@ -60,9 +60,11 @@ class SpeculativeSampling:
     sampling: Sampling
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
+        rows, _, vocab_size = output.logits.shape
+        is_quick = rows <= MANY_ROWS or vocab_size >= FEW_TOKENS
         # A recorded rule has its seeds on the device alone.
-        if decides_on_host(output) and isinstance(generator, RowSeeds) and 0 < len(generator.seeds) <= MANY_DRAWS:
-            generator.require(len(output.logits))
+        if decides_on_host(output) and is_quick and isinstance(generator, RowSeeds) and generator.seeds:
+            generator.require(rows)
             draw, sampling = generator.draw, self.sampling
             return follow_on_host(
                 tree,

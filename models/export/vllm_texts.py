@@ -42,9 +42,10 @@ class ServedTarget(HFTarget):
     def __init__(self, embed_tokens: Any, identity: TargetIdentity, *, config: Any = None, head: Any = None) -> None:
         self.embed_tokens, self.identity = embed_tokens, identity
         self.hidden_size, self.vocab_size = identity.hidden_size, identity.vocab_size
-        self.head = nn.Linear(self.hidden_size, self.vocab_size, bias=False)
-        if head is not None:
-            self.head.weight = nn.Parameter(head[: self.vocab_size], requires_grad=False)
+        self.head = nn.Linear(self.hidden_size, self.vocab_size, bias=False, device="meta")
+        # Without vLLM's layer, zeros that share one number: the layer of a large model would take gigabytes.
+        weight = torch.zeros(()).expand(self.vocab_size, self.hidden_size) if head is None else head[: self.vocab_size]
+        self.head.weight = nn.Parameter(weight, requires_grad=False)
         if config is not None:
             with torch.device("meta"):  # layers without weights: a drafter copies their form
                 self.model = AutoModelForCausalLM.from_config(deepcopy(config.get_text_config()))

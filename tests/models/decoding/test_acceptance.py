@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from outrider.models.decoding import DraftTree, GreedyAcceptance, TargetOutput, chain_tree, empty_tree
+from outrider.models.decoding import (
+    DraftTree,
+    GreedyAcceptance,
+    RowSeeds,
+    Sampling,
+    SpeculativeSampling,
+    TargetOutput,
+    chain_tree,
+    empty_tree,
+)
 from outrider.models.decoding.acceptance import follow_choices
 from outrider.models.decoding.reading import read_acceptance
 from outrider.models.decoding.tree import accepted_path
@@ -105,6 +114,18 @@ def test_a_cpu_decides_in_lists_as_an_accelerator_does(seed: int):
         return read.host_nodes, read.tokens, read.next_tokens, read.entries.tolist()
 
     assert read(one) == read(other)
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(2, 9), (300, 1024), (300, 9)])
+def test_a_cpu_draws_on_the_way_unless_there_are_many_rows_of_few_tokens(rows: int, vocab: int):
+    tree = chain_tree(torch.randint(vocab, (rows, 1), generator=torch.Generator().manual_seed(1)))
+    output = TargetOutput(
+        logits=torch.randn(rows, 2, vocab, generator=torch.Generator().manual_seed(2)), hidden_states=torch.zeros(rows, 2, 1)
+    )
+    rule, seeds = SpeculativeSampling(sampling=Sampling()), RowSeeds(range(rows))
+    one, other = rule(tree, output, generator=seeds), rule(tree, output, generator=RowSeeds.of_rows(seeds.rows(tree.tokens.device)))
+    assert (one.numbers is None) == (rows == 300 and vocab == 9)
+    assert torch.equal(one.bonus_token, other.bonus_token)
 
 
 def test_greedy_takes_the_arg_max_row_by_row():
