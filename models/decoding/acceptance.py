@@ -165,7 +165,7 @@ def follow_on_host(tree: DraftTree, logits: Float[torch.Tensor, "batch entry voc
     Also computes `Acceptance.numbers`. On a CPU an operation of torch takes longer than a loop over a small tree, and
     with a large vocabulary choosing after all nodes takes milliseconds.
     """
-    precision = torch.promote_types(logits.dtype, MIN_PRECISION)  # numpy has no bfloat16
+    logits, precision = logits.detach(), torch.promote_types(logits.dtype, MIN_PRECISION)  # numpy has no bfloat16
     rows, depth = list[list[int]](), tree.max_depth
     for row, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)):
         children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}

@@ -123,7 +123,8 @@ def test_a_cpu_draws_on_the_way_unless_there_are_many_rows_of_few_tokens(rows: i
         logits=torch.randn(rows, 2, vocab, generator=torch.Generator().manual_seed(2)), hidden_states=torch.zeros(rows, 2, 1)
     )
     rule, seeds = SpeculativeSampling(sampling=Sampling()), RowSeeds(range(rows))
-    one, other = rule(tree, output, generator=seeds), rule(tree, output, generator=RowSeeds.of_rows(seeds.rows(tree.tokens.device)))
+    one = rule(tree, output, generator=seeds)
+    other = rule(tree, output, generator=RowSeeds.of_rows(seeds.rows(tree.tokens.device)))
     assert (one.numbers is None) == (rows == 300 and vocab == 9)
     assert torch.equal(one.bonus_token, other.bonus_token)
 
