@@ -20,8 +20,8 @@ from .sampling import MIN_PRECISION, Randomness, RowSeeds, Sampling, choose, war
 from .tree import DraftTree, host_row
 from .types import NO_NODE, Acceptance, TargetOutput
 
-MANY_ROWS, FEW_TOKENS = 256, 1024
-"""More rows than that are drawn together if the vocabulary is smaller than that: a draw on the host is a dozen operations."""
+MANY_ROWS, FEW_TOKENS = 16, 4096
+"""More rows than that are decided together if the vocabulary is smaller than that: one on the host is a dozen operations."""
 Pick = Callable[[int, int, Float[torch.Tensor, " vocab"]], tuple[int, bool]]
 """Chooses a row's token at a depth below its last committed token; also returns whether the logits there are numbers."""
 
@@ -35,7 +35,7 @@ class GreedyAcceptance:
     lossless, is_random = True, False
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
-        if decides_on_host(output):
+        if decides_on_host(output) and (tree.num_nodes or is_quick_on_host(output)):
             return follow_on_host(tree, output.logits, likeliest)
         peaks, choices = output.logits.max(-1)
         return follow_choices(tree, choices, peaks)
@@ -60,11 +60,9 @@ class SpeculativeSampling:
     sampling: Sampling
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
-        rows, _, vocab_size = output.logits.shape
-        is_quick = rows <= MANY_ROWS or vocab_size >= FEW_TOKENS
         # A recorded rule has its seeds on the device alone.
-        if decides_on_host(output) and is_quick and isinstance(generator, RowSeeds) and generator.seeds:
-            generator.require(rows)
+        if isinstance(generator, RowSeeds) and generator.seeds and decides_on_host(output) and is_quick_on_host(output):
+            generator.require(len(output.logits))
             draw, sampling = generator.draw, self.sampling
             return follow_on_host(
                 tree,
@@ -149,7 +147,13 @@ def follow_choices(
 
 def decides_on_host(output: TargetOutput) -> bool:
     """Return whether `follow_on_host` decides: on a CPU, if the rule isn't recorded, which reads nothing."""
-    return output.logits.device.type == "cpu" and not output.is_fixed
+    return output.logits.device.type == "cpu" and not output.is_fixed and len(output.logits) > 0
+
+
+def is_quick_on_host(output: TargetOutput) -> bool:
+    """Return whether deciding row by row takes no longer than deciding all rows together, without a tree."""
+    rows, _, vocab_size = output.logits.shape
+    return rows <= MANY_ROWS or vocab_size >= FEW_TOKENS
 
 
 def likeliest(row: int, depth: int, logits: Float[torch.Tensor, " vocab"]) -> tuple[int, bool]:

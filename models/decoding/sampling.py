@@ -125,8 +125,10 @@ class RowSeeds:
     """
 
     def __init__(self, seeds: Sequence[int], positions: Sequence[int] | None = None, sampling: Sampling | None = None) -> None:
-        self.seeds, self.sampling = tuple(seed & MAX_SEED for seed in seeds), sampling
-        self._positions = (0,) * len(self.seeds) if positions is None else tuple(positions)
+        self.seeds, self.sampling = tuple(int(seed) & MAX_SEED for seed in seeds), sampling
+        self._positions = (0,) * len(self.seeds) if positions is None else tuple(map(int, positions))
+        if len(self._positions) != len(self.seeds):
+            raise ValueError(f"there are {len(self._positions)} positions for {len(self.seeds)} seeds; give one per seed")
         self._rows: torch.Tensor | None = None
 
     @classmethod

@@ -1,5 +1,6 @@
 """Greedy acceptance on trees, against hand-made cases and a walk in plain Python."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -116,7 +117,7 @@ def test_a_cpu_decides_in_lists_as_an_accelerator_does(seed: int):
     assert read(one) == read(other)
 
 
-@pytest.mark.parametrize(("rows", "vocab"), [(2, 9), (300, 1024), (300, 9)])
+@pytest.mark.parametrize(("rows", "vocab"), [(16, 9), (17, 4096), (17, 9)])
 def test_a_cpu_draws_on_the_way_unless_there_are_many_rows_of_few_tokens(rows: int, vocab: int):
     tree = chain_tree(torch.randint(vocab, (rows, 1), generator=torch.Generator().manual_seed(1)))
     output = TargetOutput(
@@ -125,8 +126,27 @@ def test_a_cpu_draws_on_the_way_unless_there_are_many_rows_of_few_tokens(rows: i
     rule, seeds = SpeculativeSampling(sampling=Sampling()), RowSeeds(range(rows))
     one = rule(tree, output, generator=seeds)
     other = rule(tree, output, generator=RowSeeds.of_rows(seeds.rows(tree.tokens.device)))
-    assert (one.numbers is None) == (rows == 300 and vocab == 9)
+    assert (one.numbers is None) == (rows == 17 and vocab == 9)
     assert torch.equal(one.bonus_token, other.bonus_token)
+
+
+@pytest.mark.parametrize("rule", [GreedyAcceptance(), SpeculativeSampling(sampling=Sampling())])
+def test_logits_may_have_a_gradient_and_no_rows(rule):
+    logits = torch.randn(1, 1, 5, requires_grad=True)
+    output = TargetOutput(logits=logits, hidden_states=torch.zeros(1, 1, 1))
+    assert rule(empty_tree(1, logits.device), output, generator=RowSeeds([1])).bonus_token.shape == (1,)
+    nothing = TargetOutput(logits=torch.zeros(0, 1, 5), hidden_states=torch.zeros(0, 1, 1))
+    assert rule(empty_tree(0, logits.device), nothing, generator=RowSeeds([])).bonus_token.shape == (0,)
+
+
+def test_seeds_and_positions_may_be_numbers_of_any_library():
+    probs = torch.full((9,), 1 / 9)
+    tokens = [RowSeeds([5, 7], [3, 4]).draw(row, 1, probs) for row in range(2)]
+    for convert in (np.array, torch.tensor):
+        seeds = RowSeeds(convert([5, 7]), convert([3, 4]))
+        assert [seeds.draw(row, 1, probs) for row in range(2)] == tokens
+    with pytest.raises(ValueError, match="3 positions for 2 seeds; give one per seed"):
+        RowSeeds([5, 7], [1, 2, 3])
 
 
 def test_greedy_takes_the_arg_max_row_by_row():
