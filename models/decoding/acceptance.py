@@ -21,7 +21,7 @@ from .tree import DraftTree, host_row
 from .types import NO_NODE, Acceptance, TargetOutput
 
 MANY_ROWS, FEW_TOKENS = 16, 4096
-"""More rows than that are decided together if the vocabulary is smaller than that: one on the host is a dozen operations."""
+"""More rows of a smaller vocabulary are decided together: on the host each row takes a dozen operations, however small."""
 Pick = Callable[[int, int, Float[torch.Tensor, " vocab"]], tuple[int, bool]]
 """Chooses a row's token at a depth below its last committed token; also returns whether the logits there are numbers."""
 
@@ -157,7 +157,7 @@ def is_quick_on_host(output: TargetOutput) -> bool:
 
 
 def likeliest(row: int, depth: int, logits: Float[torch.Tensor, " vocab"]) -> tuple[int, bool]:
-    """Return the arg-max; NumPy finds it several times as fast as torch. The first NaN counts as the largest number."""
+    """Pick the arg-max. NumPy finds it several times as fast as torch; as in torch, a NaN counts as the largest number."""
     values = logits.numpy()
     token = int(values.argmax())
     return token, bool(abs(values[token]) < inf)

@@ -159,9 +159,10 @@ class RowSeeds:
         return (probs / clocks.gather(1, depths[:, :, None].expand_as(probs))).max(-1).indices
 
     def draw(self, row: int, depth: int, probs: Float[torch.Tensor, " vocab"]) -> int:
-        """Choose one token of a row on the host, at a depth: the token of `choose`."""
+        """Choose one token of a row on the host, at a depth; it is the token that `choose` chooses there."""
         key = _key_on_host(self.seeds[row], self._positions[row] + depth)
-        clocks = exponential(torch.tensor(key - (key >> 63 << 64)), probs.shape[-1]).to(probs.dtype)
+        signed = key - (key >> 63 << 64)  # torch's integers have a sign
+        clocks = exponential(torch.tensor(signed), probs.shape[-1]).to(probs.dtype)
         return int((probs / clocks).numpy().argmax())
 
     def clocks(

@@ -412,11 +412,17 @@ HOST_DRAW_MUTANTS = {
     "one depth": ("pick(row, len(path), after)", "pick(row, 0, after)"),
     "not warped": ("draw(row, depth, warp(logits, sampling))", "draw(row, depth, logits.softmax(-1))"),
     "rows mixed up": ("draw(row, depth, warp", "draw(0, depth, warp"),
+    "any node of the right token": (
+        "(last, bonus) in children",
+        "bonus in tokens and len(path) < depth",
+        "children[last, bonus]",
+        "tokens.index(bonus)",
+    ),
 }
 HOST_CHANCE_MUTANTS = {
     "arg-max": ("(probs / clocks).numpy()", "probs.numpy()"),
     "uniform clocks": ("exponential(torch.tensor(", "uniform(torch.tensor("),
-    "one position": ("self._positions[row] + depth)\n        clocks", "depth)\n        clocks"),
+    "one position": ("self._positions[row] + depth)\n        signed", "depth)\n        signed"),
 }
 CHANCE_MUTANTS = {
     "clocks multiplied": ("(probs / clocks.gather", "(probs * clocks.gather"),
