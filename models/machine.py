@@ -34,6 +34,15 @@ def parse_device(name: str | int) -> torch.device:
     return device
 
 
+def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether a CPU has no instructions for products of a 16-bit type, so that PyTorch converts the numbers first."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    kernels = torch.ops.mkldnn
+    is_native = {torch.bfloat16: kernels._is_mkldnn_bf16_supported, torch.float16: kernels._is_mkldnn_fp16_supported}
+    return dtype in is_native and not is_native[dtype]()
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until an accelerator has finished its work; a CPU operation returns when it is done."""
     if device.type != "cpu":

@@ -59,7 +59,7 @@ def trace_drafts(
     merge has no search either: what its tree lacks counts as missed.
     """
     drafter = drafter.drafter if isinstance(drafter, GraphedDrafter) else drafter
-    sources = drafter.merge.parts if isinstance(drafter, MergedDrafter) else [drafter]
+    sources = drafter.merge.sources if isinstance(drafter, MergedDrafter) else [drafter]
     parts = [source for source in sources if isinstance(source, TrainableDrafter | GraphedDrafter)]
     watched = Watched(rule)
     answers, accepted = [list[int]() for _ in prompts], [list[int]() for _ in prompts]

@@ -28,7 +28,7 @@ class GrowingTree:
     after the text is the root's.
     """
 
-    __slots__ = ("_children", "depths", "entries", "estimates", "parents", "probs", "tokens")
+    __slots__ = ("_children", "cache_entries", "depths", "estimates", "parents", "probs", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -40,7 +40,7 @@ class GrowingTree:
         """Probability that a node is accepted if its parent is."""
         self.probs: list[float] = []
         """q of each node: the probability that it is accepted. It never rises along a path."""
-        self.entries: list[int] = []
+        self.cache_entries: list[int] = []
         """Entry of each node's keys and values in the cache after the text, or UNREAD."""
         self._children: dict[int, list[int]] = {}
 
@@ -62,12 +62,12 @@ class GrowingTree:
             self.depths.append(depth)
             self.estimates.append(estimate)
             self.probs.append(prob * estimate)
-            self.entries.append(UNREAD)
+            self.cache_entries.append(UNREAD)
 
     def mark_read(self, node: int, entry: int) -> None:
         """Note a node's entry in the cache. Its parent must have been read."""
-        assert self.entries[node] == UNREAD, "a node is read once"
-        self.entries[node] = entry
+        assert self.cache_entries[node] == UNREAD, "a node is read once"
+        self.cache_entries[node] = entry
 
     def children(self, node: int) -> Sequence[int]:
         """Return the children of a node, or of the root (NO_NODE)."""
@@ -99,7 +99,7 @@ class GrowingTree:
     def rerooted(self, tokens: Sequence[int]) -> "Rerooted | None":
         """Return the tree below these committed tokens; None unless they lead to a read node."""
         path = self.follow(tokens)
-        if len(path) < len(tokens) or (path and self.entries[path[-1]] == UNREAD):
+        if len(path) < len(tokens) or (path and self.cache_entries[path[-1]] == UNREAD):
             return None
         root = path[-1] if path else NO_NODE
         # 1. The nodes below, which ascend, and their numbers.
@@ -110,16 +110,16 @@ class GrowingTree:
                 numbers[node] = len(kept)
                 kept.append(node)
         # 2. The entries that stay: the new root's, then those of read nodes, in the cache's order.
-        old = sorted(self.entries[node] for node in kept if self.entries[node] != UNREAD)
+        old = sorted(self.cache_entries[node] for node in kept if self.cache_entries[node] != UNREAD)
         entries = {UNREAD: UNREAD} | {entry: place for place, entry in enumerate(old, 1)}
         # 3. Append them to a new tree.
         tree = GrowingTree()
         for node in kept:
             tree.add(numbers[self.parents[node]], [self.tokens[node]], [self.estimates[node]])
-            if self.entries[node] != UNREAD:
-                tree.mark_read(numbers[node], entries[self.entries[node]])
-        first = 0 if root == NO_NODE else self.entries[root]
-        return Rerooted(tree=tree, nodes=kept, path=[self.entries[node] for node in path[:-1]], entries=[first, *old])
+            if self.cache_entries[node] != UNREAD:
+                tree.mark_read(numbers[node], entries[self.cache_entries[node]])
+        first = 0 if root == NO_NODE else self.cache_entries[root]
+        return Rerooted(tree=tree, nodes=kept, path=[self.cache_entries[node] for node in path[:-1]], entries=[first, *old])
 
 
 class Rerooted(NamedTuple):

@@ -18,7 +18,7 @@ from ..machine import synchronize
 from ..phases import PhaseSeconds
 from .acceptance import SpeculativeSampling
 from .protocols import AcceptanceRule, Drafter, State, Target
-from .reading import in_batch, read_acceptance
+from .reading import read_acceptance, token_names
 from .sampling import Randomness, RowSeeds
 from .stopping import Stopping
 from .tree import DraftTree, empty_tree
@@ -41,11 +41,11 @@ def generate(
 ) -> Iterator[Step]:
     """Answer a batch of prompts, step by step. A row leaves the batch when its answer ends.
 
-    The tokens are exactly those of plain decoding with the same rule: every stop rule (see
-    `Stopping`) also cuts an accepted path. With `RowSeeds` as `generator`, a row's samples depend
-    neither on its neighbours nor on the drafter, and the drafter may foresee the draws (see `foreseen`). By
-    default the seeds are drawn from torch's global generator. `timed` measures the seconds of each phase, and
-    synchronises an accelerator after each.
+    With a lossless rule the tokens are exactly those of plain decoding. Every stop rule (see `Stopping`) also cuts an
+    accepted path. `prompts` are rows of one length (padding would be read as text), or vectors of any lengths, on the
+    target's device. `generator` is a row's seeds: its samples then depend neither on its neighbours nor on the drafter, and
+    the drafter may foresee the draws (see `sampling.foreseen`). By default the seeds are drawn from torch's global
+    generator. `timed` measures the seconds of each phase, and synchronises an accelerator after each.
 
     Raises ValueError for prompts that are empty or fill the context window, and for a token that
     was chosen from logits that aren't numbers (see `reading`); earlier steps stay valid. Raises
@@ -60,31 +60,33 @@ def generate(
     state, output, num_prefills = prefill(target, drafter, batch, max(stopping.max_new_tokens))
     rows: Sequence[int] = range(len(batch.lengths))
     acceptance = rule(tree, output, generator=generator)
-    accepted = read_acceptance(tree, output, acceptance, in_batch(rows, stopping.answers))
+    accepted = read_acceptance(tree, output, acceptance, token_names(rows, stopping.answers))
     step = make_step(rows, accepted, stopping, tree, is_prefill=True)
     yield step
 
     while places := step.unfinished:
         require_same_batch(target, num_prefills)
         # 2. Drop the rows whose answers have ended.
-        rows, last_token = [step.rows[index] for index in places], acceptance.bonus_token
+        rows = [step.rows[place] for place in places]
+        last_token = acceptance.bonus_token  # in the text, but not yet in the target's cache nor in the drafter's state
         kept = kept_places(places, len(last_token), few_sizes=target.has_fixed_shapes)
         if len(places) < len(step.rows):
             target.select(kept)
             state, last_token = drafter.select(state, kept), last_token[kept]
         if isinstance(generator, RowSeeds):
             generator = generator.after([count + 1 for count in step.num_accepted], kept)
-        # 3. Draft a tree after the last committed token.
-        lap()
+        # 3. Draft a tree after the last token.
+        lap()  # the caller's time belongs to no phase
         tree, drafted = drafter.propose(state, last_token, generator=generator)
         draft_seconds = lap()
         # 4. Verify all its nodes in one pass of the target. While it waits for weights, the drafter
         # may draft on.
         output = target.verify(last_token, tree, meanwhile=drafter.meanwhile(drafted))
         verify_seconds = lap()
-        # 5. Accept a path and commit it. The host waits once, in `read_acceptance`.
+        # 5. Accept a path and commit it. The host waits once, in `read_acceptance`. A path may go on after the end of its
+        # answer: `make_step` cuts it, and its row isn't read again.
         acceptance = rule(tree, output, generator=generator)
-        accepted = read_acceptance(tree, output, acceptance, in_batch(rows, stopping.answers))
+        accepted = read_acceptance(tree, output, acceptance, token_names(rows, stopping.answers))
         target.commit(tree, accepted)
         state = drafter.advance(drafted, tree, accepted, output)
         seconds = PhaseSeconds(draft=draft_seconds, verify=verify_seconds, accept=lap()) if timed else None
@@ -93,7 +95,7 @@ def generate(
 
 
 def shown_draws(rule: AcceptanceRule, generator: Randomness, num_rows: int) -> Randomness:
-    """Return a batch's generator, by default seeds that are drawn, whose draws drafters may foresee (see `foreseen`)."""
+    """Return a batch's seeds, drawn if there are none. Drafters may foresee what exact sampling draws (`sampling.foreseen`)."""
     inner: Any = rule
     while hasattr(inner, "rule"):  # a recorded or a watched one
         inner = inner.rule
@@ -113,7 +115,7 @@ def prefill(
     """
     layers = drafter.feature_layers
     output = target.prefill(prompts, max_new_tokens=max_new_tokens, max_nodes=drafter.max_nodes, feature_layers=layers)
-    num_prefills = target.num_prefills
+    num_prefills = target.num_prefills  # read before the drafter, which must not prefill this target again
     room = min(max_new_tokens, target.context_length - min(prompts.lengths))
     return drafter.init_state(prompts, output, max_new_tokens=room), output, num_prefills
 
@@ -128,15 +130,15 @@ def require_same_batch(target: Target, num_prefills: int) -> None:
 
 
 def kept_places(places: Sequence[int], batch: int, *, few_sizes: bool) -> list[int]:
-    """Return the rows that stay in a batch, given the `places` of the unfinished answers.
+    """Return the places in the batch that the next one is made of, given those of the unfinished answers.
 
-    With `few_sizes` the batch gets a power of two as its size, or keeps a smaller size that it has:
-    each further size would be compiled or recorded first. The last row is repeated to fill the batch.
-    Its copies decode the same text, so they need no more room than the row itself. Their tokens are
-    neither emitted nor counted.
+    With `few_sizes` its size is the next power of two, but at most the present size: each further size
+    would be compiled or recorded first. The last place is repeated to fill the batch. Its copies decode
+    the same text, so they need no more room than the row itself. Their tokens are neither emitted nor
+    counted.
 
         5 of 8 unfinished   0 2 3 6 7   ->   0 2 3 6 7 7 7 7
-        4 of 8 unfinished   0 2 3 6     ->   0 2 3 6
+        5 of 6 unfinished   0 1 2 3 5   ->   0 1 2 3 5 5
     """
     size = min(1 << (len(places) - 1).bit_length(), batch) if few_sizes else len(places)
     return [*places, *[places[-1]] * (size - len(places))]
@@ -152,16 +154,16 @@ def make_step(
     is_adopted: bool = False,
     seconds: PhaseSeconds | None = None,
 ) -> Step:
-    """Return the step of these `rows`, with tokens cut where answers end.
+    """Add the new tokens to the answers of these `rows`, cut where these end, and return the step.
 
     Repeated rows come last and are left out.
     """
     tokens = accepted.new_tokens[: len(rows)]
-    kept = [stopping.add(row, new) for row, new in zip(rows, tokens, strict=True)]
+    cut = [stopping.add(row, new) for row, new in zip(rows, tokens, strict=True)]
     return Step(
         rows=tuple(rows),
-        tokens=tuple(new for new, _ in kept),
-        finishes=tuple(finish for _, finish in kept),
+        tokens=tuple(new for new, _ in cut),
+        finishes=tuple(finish for _, finish in cut),
         num_accepted=tuple(len(new) - 1 for new in tokens),
         num_nodes=tree.num_nodes,
         origins=None if tree.origins is None else _origins_of(tree.origins, accepted.host_nodes[: len(rows)]),

@@ -279,7 +279,7 @@ class Pacer:
         return self._floors[1]
 
     def is_worth(self, group: int, situation: tuple[int, ...]) -> bool:
-        """Return whether a group of sources is worth its time in this situation."""
+        """Return whether a group of sources is worth its time in this situation; if not, it counts as skipped."""
         return self.gains[group].is_worth(situation, self.rate, self.draft[group].median)
 
     def add_draft(self, group: int, seconds: float, *, grows: bool) -> None:

@@ -23,7 +23,7 @@ from ..phases import PhaseSeconds
 from .acceptance import GreedyAcceptance, SpeculativeSampling
 from .loop import Stopwatch, make_step, require_same_batch, shown_draws
 from .protocols import AcceptanceRule, AsyncTarget, State, StreamingDrafter
-from .reading import in_batch, read_acceptance
+from .reading import read_acceptance, token_names
 from .sampling import Randomness, RowSeeds
 from .speculation import ExpectedSpeculation, Speculation
 from .stopping import Stopping
@@ -69,7 +69,7 @@ def generate_pipelined(
     tree = empty_tree(1, batch.input_ids.device)
     output = target.prefill(batch, max_new_tokens=max(stopping.max_new_tokens), max_nodes=speculation.max_nodes)
     num_prefills = target.num_prefills
-    where = in_batch(range(1), stopping.answers)
+    where = token_names(range(1), stopping.answers)
     accepted = read_acceptance(tree, output, rule(tree, output, generator=generator), where)
     step = make_step(range(1), accepted, stopping, tree, is_prefill=True)
     if isinstance(generator, RowSeeds):

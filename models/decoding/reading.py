@@ -81,8 +81,8 @@ def read_acceptance(tree: DraftTree, output: TargetOutput, acceptance: Acceptanc
     )
 
 
-def in_batch(rows: Sequence[int], answers: Sequence[Sequence[int]]) -> Where:
-    """Return the names of the rows' next tokens; `rows` are those of the whole batch."""
+def token_names(rows: Sequence[int], answers: Sequence[Sequence[int]]) -> Where:
+    """Return what names a row's next tokens in an error; `rows` are those of the whole batch."""
     return lambda row, place: f"token {len(answers[rows[row]]) + 1 + place} of the answer in row {rows[row]} of the batch"
 
 

@@ -46,7 +46,7 @@ class DraftTree:
     origins: tuple[tuple[int, ...], ...] | None = None
     """The sources of each row's nodes, on the host, in a tree merged from several: bit i is set if
     source i proposed the node. None if there is only one source."""
-    entries: Int[torch.Tensor, "batch node"] | None = None
+    cache_entries: Int[torch.Tensor, "batch node"] | None = None
     """Each node's place in its drafter's cache, counted from the last committed token, if the drafter has
     read the nodes as the target does and keeps the accepted ones; arbitrary for unread leaves."""
     derived: InitVar[tuple[torch.Tensor, torch.Tensor] | None] = None
@@ -79,7 +79,7 @@ class DraftTree:
         return self.tokens.shape[1]
 
     def trimmed(self, bucket: int = 1) -> "DraftTree":
-        """Return the tree without the padding that all rows share. It needs `largest`, and has no entries or origins.
+        """Return the tree without the padding that all rows share. It needs `largest`, and has no cache entries or origins.
 
         The new size is a multiple of `bucket`, at most the old size. The host reads the number of
         nodes of the fullest row, and so waits for an accelerator.

@@ -224,7 +224,7 @@ class Window:
             path = self.tree.follow(tokens)
             assert len(path) == len(tokens) - 1
             places = {}
-            keep = Keep(entries=(0, *(self.tree.entries[node] for node in path)), num_committed=1 + len(path))
+            keep = Keep(entries=(0, *(self.tree.cache_entries[node] for node in path)), num_committed=1 + len(path))
             self.tree, self.is_root_sent = GrowingTree(), False
         self._keep = keep if self._keep is None else after(self._keep, keep)
         # 2. Renumber the nodes of the runs, and forget runs without a live node.

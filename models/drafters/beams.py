@@ -45,8 +45,8 @@ class SearchTree:
     level_sizes: tuple[int, ...]
     numbers: Float[torch.Tensor, "batch number"] | None = None
     """Tokens, parents and scores side by side, for one transfer to the host; None if not yet `joined`."""
-    entries: Int[torch.Tensor, "batch node"] | None = None
-    """See `DraftTree.entries`."""
+    cache_entries: Int[torch.Tensor, "batch node"] | None = None
+    """See `DraftTree.cache_entries`."""
 
     def joined(self) -> "SearchTree":
         """Return the tree with its `numbers`: float32 holds every whole number up to 2**24 exactly."""
@@ -168,7 +168,7 @@ def pack_likeliest(search: SearchTree, num_nodes: int) -> DraftTree:
     """
     if num_nodes >= search.tokens.shape[1]:
         return DraftTree(
-            tokens=search.tokens, parents=search.parents, max_depth=len(search.level_sizes), entries=search.entries
+            tokens=search.tokens, parents=search.parents, max_depth=len(search.level_sizes), cache_entries=search.cache_entries
         )
     return take(search, likeliest_nodes(search, num_nodes))
 
@@ -187,15 +187,15 @@ def take(search: SearchTree, nodes: Int[torch.Tensor, "batch kept"]) -> DraftTre
     """Return the tree of some nodes, which ascend and whose parents are among them."""
     # With NO_NODE in front, a parent's position is its new number plus one; 0 is the last committed token.
     place = torch.searchsorted(pad(nodes, (1, 0), value=NO_NODE), search.parents.gather(1, nodes))
-    entries = None if search.entries is None else search.entries.gather(1, nodes)
+    entries = None if search.cache_entries is None else search.cache_entries.gather(1, nodes)
     tokens, depth = search.tokens.gather(1, nodes), len(search.level_sizes)
-    return DraftTree(tokens=tokens, parents=place - 1, max_depth=depth, entries=entries)
+    return DraftTree(tokens=tokens, parents=place - 1, max_depth=depth, cache_entries=entries)
 
 
 def pack(search: SearchTree, kept: Bool[torch.Tensor, "batch node"], num_nodes: int) -> DraftTree:
     """Return the kept nodes as a tree, in order, padded to `num_nodes`.
 
-    The parents of kept nodes must be kept too. The tree has no `entries`: a drafter that has read its
+    The parents of kept nodes must be kept too. The tree has no `cache_entries`: a drafter that has read its
     nodes reads the accepted path again.
     """
     index = kept.cumsum(1) - 1  # new number of each kept node

@@ -72,7 +72,7 @@ class CachedDraft:
     is_skipped: bool = False
     """Whether nothing was read."""
     proposed: DraftTree | None = None
-    """The proposal: only of this tree do `entries` belong to the drafter's cache. None if the search was
+    """The proposal: only of this tree do `cache_entries` belong to the drafter's cache. None if the search was
     for a merge."""
 
 
@@ -123,7 +123,7 @@ class CachedDrafter(TrainableDrafter):
     def search_after(self, state: CachedText, last_token: Int[torch.Tensor, " batch"], generator: Randomness) -> SearchTree:
         """Read the unread tokens, which the cache keeps, and search for what follows `last_token`.
 
-        The tokens are padded: row b has `num_unread[b]`. The tree has `entries` if the cache has its
+        The tokens are padded: row b has `num_unread[b]`. The tree has `cache_entries` if the cache has its
         nodes behind the kept tokens, as the target would read them. Shapes depend on nothing but the
         shapes of the arguments and the cache's extent, so that a recording can repeat it. The host's
         numbers in `num_unread` serve only what the cache counts.
@@ -149,8 +149,8 @@ class CachedDrafter(TrainableDrafter):
 
     def advance(self, drafted: CachedDraft, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> CachedText:
         # 1. The cache may have the nodes of the drafter's own tree: keep those of the path, but not the last.
-        if tree is drafted.proposed and tree.entries is not None:
-            return _after_own_tree(drafted, tree, tree.entries, accepted.cut())
+        if tree is drafted.proposed and tree.cache_entries is not None:
+            return _after_own_tree(drafted, tree, tree.cache_entries, accepted.cut())
         # 2. Otherwise the next draft reads all that the target has committed.
         features = self.target_features(output)
         if features is not None:

@@ -127,7 +127,8 @@ class LayerDrafter(CachedDrafter):
     def begin(self, cache: TreeCache, prompts: Prompts, prefill: TargetOutput) -> CachedText:
         features, (batch, num_tokens) = self.target_features(prefill), prompts.input_ids.shape
         assert features is not None
-        # At least one entry, which isn't kept: the cache then has its memory before anything is recorded.
+        # A feature goes with the token after it. At least one entry is read, even if it isn't kept: the cache then has its
+        # memory before anything is recorded.
         num_read = max(1, num_tokens - 1)
         cache.begin_prefill(batch, num_read)
         positions = torch.arange(num_read, device=features.device)[None]

@@ -256,7 +256,7 @@ def search_tree(
         search = SearchTree.of(levels)
         if len(levels) == depth:
             entries = torch.arange(1, search.tokens.shape[1] + 1, device=tokens.device).expand_as(search.tokens)
-            return replace(search, entries=entries)
+            return replace(search, cache_entries=entries)
         # 2. Read the new nodes.
         logits = read(DraftTree(tokens=search.tokens, parents=search.parents, max_depth=len(levels)), 1 + first)
 

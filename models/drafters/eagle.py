@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-2: one decoder layer that predicts the target's next last hidden state.
+"""EAGLE-1 and EAGLE-2: one decoder layer that predicts the target's last hidden state at the next token.
 
 Papers: arXiv 2401.15077 and 2406.16858.
 
@@ -6,8 +6,8 @@ Papers: arXiv 2401.15077 and 2406.16858.
 
 (section 3.1). Here e is the target's frozen embedding of the next token. f is the target's last
 hidden state, or the layer's previous output if that state isn't known yet. The layer has no norm at
-its input and none at its output. The two papers differ only in the draft tree: EAGLE-1's expands the same
-ranks in every text, and EAGLE-2's the most probable nodes. Here it is EAGLE-2's.
+its input and none at its output. The two papers differ only in the draft tree: EAGLE-1's has the same
+shape in every text, and EAGLE-2's the most probable nodes. Here it is EAGLE-2's.
 """
 
 from dataclasses import replace
@@ -30,10 +30,7 @@ CLASSIFICATION_WEIGHT = 0.1
 """Weight of the objective on tokens, beside the smooth L1 distance to the target's next feature (EAGLE-1,
 section 3.2)."""
 MEASURED_EVERY = 4
-"""One in so many positions is measured at untrained depths.
-
-Each such depth costs a layer and a head, only for an estimate.
-"""
+"""In training, untrained depths are measured at one position of so many, for an estimate: each costs a layer and a head."""
 
 
 class Eagle(StateDrafter):
@@ -46,7 +43,7 @@ class Eagle(StateDrafter):
         super().__init__(target, make_layer(target, target.hidden_size, config.layer), config.layer)
         self.config = config
         self.fc = nn.Linear(2 * target.hidden_size, target.hidden_size, bias=config.bias)
-        self.layer.input_layernorm = nn.Identity()
+        self.layer.input_layernorm = nn.Identity()  # unused: no weights
 
     @classmethod
     def for_target(cls, config: EagleConfig, target: HFTarget) -> "Eagle":
@@ -64,7 +61,8 @@ class Eagle(StateDrafter):
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
         """Return the loss: regression to the next feature, plus the objective on tokens.
 
-        Regression counts only where the continuation follows the text (EAGLE-1, section 3.2).
+        Regression counts only where the continuation follows the text (EAGLE-1, section 3.2), at
+        positions with a label, since sums are divided by the number of these.
         Untrained depths have no sums. They have counts and hits, for the estimate of accepted
         tokens; in training these come from every MEASURED_EVERY-th position.
         """

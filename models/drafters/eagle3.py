@@ -1,7 +1,7 @@
 """EAGLE-3: one decoder layer over fused features of three target layers (arXiv 2503.01840).
 
     h = fc([features of three layers])  at the first depth, at others the layer's previous output
-    a = h + attention([norm(e) ; norm(h)]),   g = a + MLP(norm(a)),   logits = lm_head(norm(g))
+    a = h + attention([input_layernorm(e) ; hidden_norm(h)]),   g = a + MLP(norm(a)),   logits = lm_head(norm(g))
 
 (section 3.1). Here e is the target's frozen embedding of the next token. There is no loss on
 features. Training unrolls the drafter over its own outputs, as drafting does (section 3.2).
@@ -10,6 +10,8 @@ EAGLE-3.1 has two more norms, which vLLM, SGLang and speculators know by the sam
 
     h = fc([norm(features of a layer), ...])    `fc_norm`: a norm for each of the layers
     g = norm(a + MLP(norm(a))), logits = lm_head(g)    `norm_output`: deeper steps read normed outputs
+
+speculators knows a third one, `norm_before_fc`: one norm over the features of all layers side by side (`input_norm`).
 """
 
 import copy

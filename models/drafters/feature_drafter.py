@@ -4,8 +4,9 @@ Entry t of a text pairs the embedding of token t + 1 with the target's feature a
 layer's output at entry t predicts token t + 2. It also replaces the feature at t + 1, which the
 target hasn't computed yet (arXiv 2401.15077, section 3.1).
 
-    token after entry      c_0        c_1        c_2       c_0: chosen by the target, c_1..: drafted
-    entry             (c_0, f_i)  (c_1, g_0)  (c_2, g_1)   f: target's feature, g: layer's output
+    predicts      c_1         c_2         c_3
+    entry      (c_0, f_t)  (c_1, g_0)  (c_2, g_1)   f: target's feature, g: layer's output before
+                                                    c_0: chosen by the target, c_1..: drafted
 """
 
 from abc import abstractmethod
@@ -116,7 +117,10 @@ class FeatureDrafter(LayerDrafter):
         mask: Bool[torch.Tensor, "batch 1 seq key"] | None,
         **options: Any,
     ) -> Float[torch.Tensor, "batch seq hidden"]:
-        """Do what `read` does, with the `token_inputs` and the rotary embeddings of the entries."""
+        """Do what `read` does, with the `token_inputs` and the rotary embeddings of the entries.
+
+        It runs the parts of the layer, whose own `forward` isn't called.
+        """
         attended, residual = self.layer_inputs(inputs, hidden)
         attention, _ = self.layer.self_attn(
             attended,
@@ -152,6 +156,7 @@ class FeatureDrafter(LayerDrafter):
         if not len(labels.previous):
             empty = torch.cat([parameter.flatten()[:0] for parameter in self.parameters() if parameter.requires_grad])
             return hidden.new_zeros(0, *labels.previous.shape[1:], hidden.shape[-1]) + empty.sum()
+        # The text's entry at a branch's own place holds the text's next token, and the branch has one with c_0 there.
         visible = branches.text_mask(with_own_column=False)
         # 2. Tokens and positions of all depths. Their embeddings are computed at once.
         tokens = branches.spread(labels.inputs).transpose(1, 2)  # [batch, depth, branch]
@@ -232,7 +237,8 @@ class FeatureDrafter(LayerDrafter):
         """Search for the most probable paths, and return all children of expanded nodes.
 
         At each depth the `top_k` most probable nodes are expanded (arXiv 2406.16858, section 4.1).
-        `output` is the layer's output at the last committed token.
+        `output` is the layer's output at the entry of the last token. The nodes' entries aren't kept:
+        `advance` makes accepted tokens unread, to be read with the target's features.
         """
         lengths, hidden = cache.lengths.device, output[:, None]
         # The nodes to expand, and the log-probabilities of their paths: at first the root.

@@ -8,7 +8,7 @@ from ...data.types import DrafterBatch
 from ..decoding.types import TargetOutput
 
 DEEP_TARGET, NUM_FEATURE_LAYERS = 12, 5
-"""Targets of at least DEEP_TARGET layers are read at NUM_FEATURE_LAYERS layers by default."""
+"""Block drafters read targets of at least DEEP_TARGET layers at NUM_FEATURE_LAYERS layers by default."""
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
@@ -17,7 +17,7 @@ def default_feature_layers(num_layers: int) -> list[int]:
 
 
 def spread_feature_layers(num_layers: int) -> list[int]:
-    """Return the layers that are read by default."""
+    """Return the layers that a block drafter reads by default."""
     if num_layers < DEEP_TARGET:
         return default_feature_layers(num_layers)
     last, steps = num_layers - 3, NUM_FEATURE_LAYERS - 1

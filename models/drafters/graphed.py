@@ -149,7 +149,7 @@ class GraphedCachedDrafter(GraphedDrafter):
             cache=self._cache, unread_tokens=tokens, unread_features=next(iter(features), None), num_unread=counts
         )
         # A recording reads accepted tokens again, so that all steps are alike.
-        return replace(self.drafter.search_after(state, last_token, generator), entries=None)
+        return replace(self.drafter.search_after(state, last_token, generator), cache_entries=None)
 
 
 def graphed(drafter: Drafter[Any, Any], recorder: Recorder | None = None) -> Drafter[Any, Any]:

@@ -134,7 +134,7 @@ class GrowingModel:
         rerooted = row.tree.rerooted(tokens)
         # 1. The tree doesn't have the last token, or hasn't read it: keep the text that it has read.
         if rerooted is None:
-            path = [row.tree.entries[node] for node in row.tree.follow(tokens)]
+            path = [row.tree.cache_entries[node] for node in row.tree.follow(tokens)]
             path = list(takewhile(lambda entry: entry != UNREAD, path))
             _keep(state.cache, [0, *path], 1 + len(path))
             row.tokens = row.tokens[1 + len(path) :]
@@ -143,7 +143,7 @@ class GrowingModel:
         # 2. Move the entries that stay behind the text.
         _keep(state.cache, [0, *rerooted.path, *rerooted.entries], 1 + len(rerooted.path))
         row.tokens, row.tree = row.tokens[-1:], rerooted.tree
-        entries = row.tree.entries
+        entries = row.tree.cache_entries
         row.order = sorted((node for node, entry in enumerate(entries) if entry != UNREAD), key=entries.__getitem__)
 
     def _read_roots(self, state: GrowingText) -> Float[torch.Tensor, "batch 1 vocab"]:

@@ -26,7 +26,7 @@ from ..decoding.types import NO_NODE, AcceptedPath, Prompts, TargetOutput
 from .base import TrainableDrafter
 from .calibration import BIN_BOUNDS, MAX_SOURCES, OutcomeCounts, start_of_text
 from .growing_draft import GrowingModel, GrowingRow, GrowingText
-from .merging import MAX_WALKS, MergedRow, MergeWalk, Proposals, follow, grow, odds_of_ring, rows_of_search
+from .merging import MAX_WALKS, MergedRow, MergeWalk, Proposals, follow, merge_row, odds_of_ring, rows_of_search
 from .training_free import Candidates, FreeState, TrainingFreeDrafter, each_once
 
 FOREIGN = -2
@@ -42,7 +42,7 @@ class MergedText:
     counts: OutcomeCounts
     """The calibration of this text."""
     walks: tuple[MergeWalk, ...] = ()
-    """The proposals that the text has followed so far, up to its last accepted token."""
+    """The merged rows that the text has followed so far, up to its last accepted token."""
 
     def follow(self, tokens: Sequence[int], *counts: OutcomeCounts) -> None:
         """Learn from the tokens that the target has chosen."""
@@ -54,8 +54,8 @@ class MergedText:
 class MergedState:
     """The states of the sources, and what each row's text has shown."""
 
-    sources: tuple[Any, ...]
-    """The state of each source."""
+    states: tuple[Any, ...]
+    """That of each source."""
     texts: tuple[MergedText, ...]
     num_accepted: tuple[int, ...]
     """Accepted draft tokens of the last step."""
@@ -70,17 +70,17 @@ class MergedDraft:
     state: MergedState
     last_token: Int[torch.Tensor, " batch"]
     last_tokens: Sequence[int]
+    generator: Randomness = None
+    """The target's random numbers, which may show its draws."""
     drafted: dict[int, Any] = field(default_factory=dict)
     """What each trained source that was asked needs to advance, by its index."""
     proposals: list[list[Proposals]]
     """The candidates so far, by row."""
-    generator: Randomness = None
-    """The target's random numbers, which may show its draws."""
     grown: dict[int, list[Proposals]] = field(default_factory=dict)
     """Those of the growing models, by the model's index; a node has the same number in the
     model's own tree."""
     rows: tuple[MergedRow, ...] = ()
-    """The merged trees."""
+    """The merged trees of the last `rank`, which comes before the first `read`."""
 
 
 class MergeSources:
@@ -95,7 +95,7 @@ class MergeSources:
         require_mergeable(len(sources), vocab_sizes)
         self.named, self.max_nodes, self.is_chain = dict(sources), max_nodes, is_chain
         self.counts: OutcomeCounts = {}
-        self.parts: tuple[Any, ...] = tuple(
+        self.sources: tuple[Any, ...] = tuple(
             (grows and isinstance(source, TrainableDrafter) and source.growing()) or source for source in sources.values()
         )
         self.free, self.searching, self.models = map(self._indexes, (TrainingFreeDrafter, TrainableDrafter, GrowingModel))
@@ -103,12 +103,12 @@ class MergeSources:
         self.feature_layers = tuple(sorted({layer for layers in self._layers for layer in layers}))
 
     def _indexes(self, kind: type[Any]) -> list[int]:
-        return [index for index, source in enumerate(self.parts) if isinstance(source, kind)]
+        return [index for index, source in enumerate(self.sources) if isinstance(source, kind)]
 
     def recorded(self, record: Callable[[Source], Any]) -> "MergeSources":
         """Return the same sources, recorded."""
         other = copy(self)
-        other.parts = tuple(map(record, self.parts))
+        other.sources = tuple(map(record, self.sources))
         return other
 
     # --- following the text
@@ -117,9 +117,9 @@ class MergeSources:
         """Return the state after the prompts."""
         batch = len(prompts.lengths)
         return MergedState(
-            sources=tuple(
+            states=tuple(
                 source.init_state(prompts, self._output_for(index, prefill), max_new_tokens=max_new_tokens)
-                for index, source in enumerate(self.parts)
+                for index, source in enumerate(self.sources)
             ),
             texts=tuple(MergedText(counts=start_of_text(self.counts)) for _ in range(batch)),
             num_accepted=(0,) * batch,
@@ -129,20 +129,20 @@ class MergeSources:
         """Return the state after the accepted path. The token after it comes with the next draft."""
         states = tuple(
             source.advance(self._drafted(drafted, index), tree, accepted, self._output_for(index, output))
-            for index, source in enumerate(self.parts)
+            for index, source in enumerate(self.sources)
         )
         texts = drafted.state.texts
         for text, row, tokens in each_once(zip(texts, drafted.rows, accepted.tokens, strict=True)):
             text.walks = (*text.walks, (row, NO_NODE))
             text.follow(tokens, self.counts)
         return MergedState(
-            sources=states, texts=texts, num_accepted=accepted.num_accepted.host, last_tokens=accepted.next_tokens
+            states=states, texts=texts, num_accepted=accepted.num_accepted.host, last_tokens=accepted.next_tokens
         )
 
     def select(self, state: MergedState, rows: Sequence[int]) -> MergedState:
         """Return the state of these rows of the batch only."""
         return MergedState(
-            sources=tuple(source.select(part, rows) for source, part in zip(self.parts, state.sources, strict=True)),
+            states=tuple(source.select(own, rows) for source, own in zip(self.sources, state.states, strict=True)),
             texts=tuple(state.texts[row] for row in rows),
             num_accepted=tuple(state.num_accepted[row] for row in rows),
             last_tokens=state.last_tokens and tuple(state.last_tokens[row] for row in rows),
@@ -150,7 +150,7 @@ class MergeSources:
 
     def _drafted(self, draft: MergedDraft, index: int) -> Any:
         """Return what a source needs to advance. One that wasn't asked follows the text without drafts."""
-        source, state = self.parts[index], draft.state.sources[index]
+        source, state = self.sources[index], draft.state.states[index]
         if index in draft.drafted or index in draft.grown:
             return draft.drafted.get(index, state)
         if isinstance(source, TrainingFreeDrafter):
@@ -185,8 +185,7 @@ class MergeSources:
             generator=generator,
         )
         for index in self.models:
-            part = state.sources[index]
-            self.parts[index].open(part, last_tokens, generator)
+            self.sources[index].open(state.states[index], last_tokens, generator)
             draft.grown[index] = [Proposals(index) for _ in last_tokens]
             for row, proposals in zip(draft.proposals, draft.grown[index], strict=True):
                 row.append(proposals)
@@ -195,7 +194,7 @@ class MergeSources:
 
     def ask(self, draft: MergedDraft, index: int) -> None:
         """Let a source draft; of a growing model this is a pass that reads the root. Raises ValueError for NaN."""
-        source, state = self.parts[index], draft.state.sources[index]
+        source, state = self.sources[index], draft.state.states[index]
         if index in draft.grown:
             self.read(draft, index, [[NO_NODE]] * len(draft.rows))
             return
@@ -204,10 +203,10 @@ class MergeSources:
             candidates = rows_of_search(search, self.max_nodes)
         else:
             candidates = source.candidates(state, draft.last_tokens)
-        for place, (row, found) in enumerate(zip(draft.proposals, candidates, strict=True)):
+        for row, (proposals, found) in enumerate(zip(draft.proposals, candidates, strict=True)):
             if found.tokens:
                 looked_up = isinstance(source, TrainingFreeDrafter)
-                row.append(Proposals(index, found, odds_of_draws(draft.generator, place, found) if looked_up else None))
+                proposals.append(Proposals(index, found, odds_of_draws(draft.generator, row, found) if looked_up else None))
 
     def read(self, draft: MergedDraft, index: int, reads: Sequence[Sequence[int]]) -> bool:
         """Let a growing model read some nodes of each row's merged tree; NO_NODE is the root.
@@ -215,14 +214,14 @@ class MergeSources:
         Nodes that other sources have proposed join the model's tree. Returns whether it took a pass:
         nodes that the model has read below an earlier root need none. Raises ValueError for NaN.
         """
-        part: GrowingText = draft.state.sources[index]
+        state: GrowingText = draft.state.states[index]
         numbers = [
-            [number for node in nodes if (number := _number(row, merged, proposals, node)) is not None]
-            for row, merged, proposals, nodes in zip(part.rows, draft.rows, draft.grown[index], reads, strict=True)
+            [number for node in nodes if (number := _joined(row, merged, proposals, node)) is not None]
+            for row, merged, proposals, nodes in zip(state.rows, draft.rows, draft.grown[index], reads, strict=True)
         ]
         takes_pass = any(numbers)
         if takes_pass:
-            self.parts[index].read(part, numbers, draft.generator)
+            self.sources[index].read(state, numbers, draft.generator)
         self._take_nodes(draft, index)
         return takes_pass
 
@@ -231,14 +230,14 @@ class MergeSources:
 
         The model has read their parents. Each row has at most `most`, and none if the cache has no room.
         """
-        part: GrowingText = draft.state.sources[index]
-        if not part.is_rooted:
+        state: GrowingText = draft.state.states[index]
+        if not state.is_rooted:
             return [[NO_NODE] for _ in draft.rows]
-        if self.parts[index].room(part) < MAX_READS:
+        if self.sources[index].room(state) < MAX_READS:
             return [[] for _ in draft.rows]
         found = []
-        for row, merged, proposals in zip(part.rows, draft.rows, draft.grown[index], strict=True):
-            entries, nodes = row.tree.entries, []
+        for row, merged, proposals in zip(state.rows, draft.rows, draft.grown[index], strict=True):
+            entries, nodes = row.tree.cache_entries, []
             is_read = {NO_NODE: True}
             for node, parent in enumerate(merged.parents):
                 number = merged.number(node, proposals)
@@ -251,20 +250,20 @@ class MergeSources:
         return found
 
     def rank(self, draft: MergedDraft, floors: Sequence[float] | None = None) -> None:
-        """Merge the candidates so far, row by row, into the likeliest nodes."""
+        """Merge the candidates so far, row by row, into the likeliest nodes: each tree anew."""
         draft.rows = tuple(
-            grow(proposals, text.counts, self.max_nodes, floors, is_chain=self.is_chain)
+            merge_row(proposals, text.counts, self.max_nodes, floors, is_chain=self.is_chain)
             for proposals, text in zip(draft.proposals, draft.state.texts, strict=True)
         )
 
     def _take_nodes(self, draft: MergedDraft, index: int) -> None:
         """Append what a growing model's trees have got since to its proposals."""
-        part: GrowingText = draft.state.sources[index]
-        for row, proposals in zip(part.rows, draft.grown[index], strict=True):
+        state: GrowingText = draft.state.states[index]
+        for row, proposals in zip(state.rows, draft.grown[index], strict=True):
             tree = row.tree
             for node in range(len(proposals.tokens), len(tree)):
                 score = tree.estimates[node]
-                parent = tree.parents[node] if score > 0.0 else FOREIGN
+                parent = tree.parents[node] if score > 0.0 else FOREIGN  # 0 marks what other sources proposed
                 # A greedy target accepts the likeliest token far more often than its probability: it has bins of its own.
                 is_first = tree.children(tree.parents[node])[0] == node
                 bin_index = bisect(BIN_BOUNDS, score) + is_first * (1 + len(BIN_BOUNDS))
@@ -282,8 +281,8 @@ def odds_of_draws(generator: Randomness, row: int, candidates: Candidates, depth
     return [odds_of_ring(ring, generator.sampling.temperature) for ring in rings]
 
 
-def _number(row: GrowingRow, merged: MergedRow, proposals: Proposals, node: int) -> int | None:
-    """Return a merged node's number in a model's tree, where it joins; None if it was read there below an earlier root."""
+def _joined(row: GrowingRow, merged: MergedRow, proposals: Proposals, node: int) -> int | None:
+    """Let a merged node join a model's tree, and return its number there; None if it was read below an earlier root."""
     number = merged.number(node, proposals)
     if number is None:
         above = merged.number(merged.parents[node], proposals)
@@ -291,7 +290,7 @@ def _number(row: GrowingRow, merged: MergedRow, proposals: Proposals, node: int)
         number = row.adopt(above, merged.tokens[node])
         source, place = merged.places[node][0]
         source.attached.setdefault(place, []).append((proposals, number))
-    return number if number == NO_NODE or row.tree.entries[number] == UNREAD else None
+    return number if number == NO_NODE or row.tree.cache_entries[number] == UNREAD else None
 
 
 def require_mergeable(num_sources: int, vocab_sizes: Mapping[str, int]) -> None:

@@ -7,9 +7,9 @@ which nodes a growing model reads, and how many nodes it verifies, by what they 
 and what they cost (see `pacing`). While a target waits for its weights, the tree grows further.
 
 The trees depend on the texts so far, with `pace: expected` on the clock, and on the target's draws where these are
-known before (`RowSeeds`), but never on other random numbers. So the tokens are those of plain decoding, greedy or
-sampled, whatever the clock shows: up to the rounding of passes of other shapes, and sampled ones if random numbers
-belong to places of the text (`RowSeeds`).
+known before (`RowSeeds`), but never on other random numbers. So the tokens are those of plain decoding, whatever the
+clock shows. There are two limits: passes of other shapes round differently, and sampled tokens are the same only with
+`RowSeeds`, whose random numbers belong to places of the text.
 """
 
 import time
@@ -38,9 +38,9 @@ from .merging import MergedRow
 PACES = ("expected", "fixed")
 
 EXPECTED_BOUNDS = (0.1, 0.3, 0.6, 1.0, 1.5, 2.5)
-"""Bounds of what the groups before are expected to gain, in draft tokens: bins of mean gains."""
+"""Bounds of what the groups before are expected to gain, in draft tokens: one half of a situation, by which gains are kept."""
 ACCEPTED_BOUNDS = (0.5, 1.5, 3.5)
-"""Bounds of the draft tokens accepted in the step before: bins of mean gains, too."""
+"""Bounds of the draft tokens accepted in the step before: the other half."""
 DEPTH_STEP = 8
 """Trees of few sizes have a multiple of this as the bound of their depth."""
 
@@ -159,7 +159,7 @@ class MergedDrafter(Drafter[MergedState, MergedProposal]):
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> MergedState:
         if self.config.pace == "expected":
-            self._pacer(len(prompts.lengths), begins=True)
+            self._pacer(len(prompts.lengths), begins=True)  # makes the costs of this size
         return self.merge.init_state(prompts, prefill, max_new_tokens=max_new_tokens)
 
     def propose(
@@ -199,19 +199,20 @@ class MergedDrafter(Drafter[MergedState, MergedProposal]):
     def _paced(self, draft: MergedDraft, step: PacedStep) -> int:
         """Merge the candidates of the sources that are worth their time; return how many nodes to verify.
 
-        The groups of sources are asked one after another, each only if it is worth its time.
+        The groups of sources are asked one after another, each only if it is worth its time. A trial only measures seconds:
+        all groups are asked, and nothing is learned of gains.
         """
         pacer = step.pacer
         floors = None if pacer.is_trial else pacer.floors()
         self.merge.rank(draft, floors)
-        gains = pacer.trusted(expected_tokens(draft.rows))
-        best = pacer.best(gains)
+        tokens = pacer.trusted(expected_tokens(draft.rows))
+        best = pacer.best(tokens)
         accepted = bisect(ACCEPTED_BOUNDS, sum(draft.state.num_accepted) / len(draft.last_tokens))
         for group, indexes in enumerate(self._groups):
             before, rows_before = best, draft.rows
             if not self._has_root(draft, indexes[0]):
                 # 1. Skip a group that costs more than it is expected to gain.
-                situation = (accepted, bisect(EXPECTED_BOUNDS, gains[-1] - 1))
+                situation = (accepted, bisect(EXPECTED_BOUNDS, tokens[-1] - 1))
                 if not pacer.is_trial and not pacer.is_worth(group, situation):
                     continue
                 # 2. Merge its candidates. A growing model reads the root: no further pass gains as much, so
@@ -220,29 +221,29 @@ class MergedDrafter(Drafter[MergedState, MergedProposal]):
                 for index in indexes:
                     self.merge.ask(draft, index)
                 self.merge.rank(draft, floors)
-                gains = pacer.trusted(expected_tokens(draft.rows))
+                tokens = pacer.trusted(expected_tokens(draft.rows))
                 pacer.add_draft(group, self.clock() - started, grows=indexes[0] in draft.grown)
                 # 3. Learn what it is expected to add.
-                best = pacer.best(gains)
+                best = pacer.best(tokens)
                 if not pacer.is_trial:
                     pacer.add_gain(group, situation, before, best)
             if not pacer.is_trial:
                 if indexes[0] in draft.grown:
-                    gains = self._grow(draft, group, pacer, floors, gains)
-                    best = pacer.best(gains)
+                    tokens = self._grow(draft, group, pacer, floors, tokens)
+                    best = pacer.best(tokens)
                 step.asked.append(Asked(group, rows_before, before.nodes, best.tokens - before.tokens))
-        return pacer.width(gains)
+        return pacer.width(tokens)
 
     def _has_root(self, draft: MergedDraft, index: int) -> bool:
         """Return whether a growing model has read the last token already: as a draft token, or with a long unread text."""
-        return index in draft.grown and draft.state.sources[index].is_rooted
+        return index in draft.grown and draft.state.states[index].is_rooted
 
     def _grow(
-        self, draft: MergedDraft, group: int, pacer: Pacer, floors: Sequence[float] | None, gains: list[float]
+        self, draft: MergedDraft, group: int, pacer: Pacer, floors: Sequence[float] | None, tokens: list[float]
     ) -> list[float]:
         """Let a model read nodes as long as a pass is worth its time; return the expected tokens then."""
         (index,) = self._groups[group]
-        best = pacer.best(gains)
+        best = pacer.best(tokens)
         while any(reads := self.merge.unread(draft, index)):
             # 1. The number of nodes whose children are expected to add most.
             probs = [[merged.prob(node) for node in row] for merged, row in zip(draft.rows, reads, strict=True)]
@@ -254,12 +255,12 @@ class MergedDrafter(Drafter[MergedState, MergedProposal]):
             takes_pass = self.merge.read(draft, index, [row[:count] for row in reads])
             self.merge.rank(draft, floors)
             seconds = self.clock() - started
-            gains = pacer.trusted(expected_tokens(draft.rows))
-            best = pacer.best(gains)
+            tokens = pacer.trusted(expected_tokens(draft.rows))
+            best = pacer.best(tokens)
             # 3. Learn what a pass took, and what the children add.
             if takes_pass:
                 pacer.add_read(group, [row[:count] for row in probs], seconds, before, best)
-        return gains
+        return tokens
 
     def _grow_on(self, draft: MergedDraft, seconds: float) -> bool:
         """Let a model read some nodes if that fits the wait; return whether one did."""

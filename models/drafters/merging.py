@@ -34,10 +34,10 @@ Measured with the demo's target and drafters, like all constants of calibration.
 
 
 class Proposals:
-    """One source's candidates in a row, by parent."""
+    """One source's candidates for one row of the batch, by parent."""
 
     def __init__(self, source: int, candidates: Candidates = NO_CANDIDATES, odds: Sequence[float] | None = None) -> None:
-        """`odds` are what the clocks of the candidates say, of a source that didn't look at them (see `odds_of_ring`)."""
+        """`odds` are factors on the odds of the candidates, of a source that didn't look at the draws (see `odds_of_ring`)."""
         self.odds = odds
         self.bit, self.source = 1 << source, source
         self.tokens, self.scores, self.bins = [*candidates.tokens], [*candidates.scores], [*candidates.bins]
@@ -45,7 +45,7 @@ class Proposals:
         for node, parent in enumerate(candidates.parents):
             self.children.setdefault(parent, []).append(node)
         self.attached: dict[int, list[SourceNode]] = {}
-        """By candidate: the same node in proposals that were added below it."""
+        """By candidate: the same node in proposals that didn't propose it, but go on below it."""
 
     def add(self, parent: int, token: int, score: float, bin_index: int) -> None:
         """Append a candidate."""
@@ -98,10 +98,10 @@ class MergedRow:
             return NO_NODE
         return next((number for source, number in self.places[node] if source is proposals), None)
 
-    def child(self, entry: int, token: int) -> int | None:
-        """Return the child of an entry with this token, if it is a node."""
-        tokens, parents = self.tokens, self.parents
-        return next((node for node in range(entry + 1, len(tokens)) if tokens[node] == token and parents[node] == entry), None)
+    def child(self, parent: int, token: int) -> int | None:
+        """Return the child of a node, or of the root (NO_NODE), with this token, if the tree has it."""
+        nodes = range(parent + 1, len(self.tokens))
+        return next((node for node in nodes if self.tokens[node] == token and self.parents[node] == parent), None)
 
     def num_followed(self, tokens: Sequence[int], num_nodes: int) -> int:
         """Return how many of these tokens are a path of the likeliest nodes."""
@@ -114,7 +114,7 @@ class MergedRow:
         return len(tokens)
 
 
-def grow(
+def merge_row(
     sources: Sequence[Proposals],
     counts: OutcomeCounts,
     max_nodes: int,
@@ -122,9 +122,9 @@ def grow(
     *,
     is_chain: bool = False,
 ) -> MergedRow:
-    """Return the `max_nodes` likeliest nodes, or fewer; those of a chain are the likeliest after each other.
+    """Return the `max_nodes` likeliest nodes, or fewer; in a chain each is the likeliest child of the one before.
 
-    With `floors`, growing stops at the first node n whose probability is below `floors[n]`.
+    With `floors`, the tree ends at the first node n whose probability is below `floors[n]`.
     """
     row = MergedRow([], [], [], [], [], {}, [])
     heap: list[tuple[float, int, int, int, int, int, list[SourceNode]]] = []
@@ -133,7 +133,7 @@ def grow(
     nodes = [(source, NO_NODE) for source in sources]
     has_attached = any(source.attached for source in sources)
     while True:
-        # 1. Look at the children of the node that was added last.
+        # 1. Look at the children of the node that was added last; `follow` learns from those of the very last, too.
         depth += 1
         row.children[parent] = found = children(nodes, depth, counts)
         for estimate, token, proposed_by, _, nodes in found:
@@ -209,27 +209,28 @@ def odds_of_ring(ring: float, temperature: float) -> float:
 
     Where the target gives the token the probability p, it rings at `ring` / p, and none is earlier with probability
     exp(-ring (1 - p) / p) (see `RowSeeds`). An estimate is a mean over places where p is near 1 or near 0, and there
-    the odds change by about this factor. The lower the temperature, the nearer is p to 1 or 0.
+    the odds change by about this factor, (RING_WEIGHT ring^-RING_POWER)^temperature. The lower the temperature, the nearer
+    is p to 1 or 0.
     """
     return exp(max(-MAX_LOG_ODDS, min(MAX_LOG_ODDS, temperature * (log(RING_WEIGHT) - RING_POWER * log(ring)))))
 
 
 MergeWalk = tuple[MergedRow, int]
-"""A proposal, and the node that the text has reached in it; NO_NODE at its root."""
+"""A merged row, and the node that the text has reached in it; NO_NODE at its root."""
 
 
 def follow(walks: Sequence[MergeWalk], token: int, *counts: OutcomeCounts) -> tuple[MergeWalk, ...]:
-    """Teach the counts the token that the target chose, and return the proposals that it follows.
+    """Teach the counts the token that the target chose, and return the walks that go on with it.
 
     Nodes that weren't verified teach as well: whether a proposal was right shows in the text. Else
     estimates that were too low by chance would never be corrected.
     """
     kept = []
-    for row, entry in walks:
-        for _, proposed, _, keys, _ in row.children.get(entry, ()):
+    for row, reached in walks:
+        for _, proposed, _, keys, _ in row.children.get(reached, ()):
             for taught in counts:
                 teach(taught, keys, proposed == token)
-        node = row.child(entry, token)
+        node = row.child(reached, token)
         if node is not None:
             kept.append((row, node))
     return tuple(kept)
@@ -249,20 +250,20 @@ def rows_of_search(search: SearchTree, max_nodes: int) -> list[Candidates]:
 
 
 def _row_of_search(tokens: Sequence[float], parents: Sequence[float], scores: Sequence[float], max_nodes: int) -> Candidates:
-    # 1. The likeliest nodes. Parents come before their children and have at least their score, so
-    # a stable sort never takes a child without its parent.
     if isnan(sum(scores)):
         raise ValueError(
             "the drafter's scores are not numbers (NaN): its weights are damaged, or its type overflows; load another copy, or "
             "load it in another target.dtype"
         )
+    # 1. The likeliest nodes. Parents come before their children and have at least their score, so
+    # a stable sort never takes a child without its parent.
     kept: Sequence[int] = range(len(scores))
     if len(scores) > max_nodes:
         kept = sorted(sorted(kept, key=scores.__getitem__, reverse=True)[:max_nodes])
     # 2. Their probabilities after their parents.
     number = {NO_NODE: NO_NODE} | {node: index for index, node in enumerate(kept)}
     above = [scores[int(parents[node])] if parents[node] >= 0 else 0.0 for node in kept]
-    probs = [exp(scores[node] - parent) if scores[node] > -inf else 0.0 for node, parent in zip(kept, above, strict=True)]
+    probs = [exp(scores[node] - score) if scores[node] > -inf else 0.0 for node, score in zip(kept, above, strict=True)]
     return Candidates(
         tokens=[int(tokens[node]) for node in kept],
         parents=[number[int(parents[node])] for node in kept],

@@ -134,7 +134,7 @@ class StreamingMerge(StreamingDrafter[StreamingDraft]):
         tokens = [draft.last_tokens[0], *reversed(path)]
         proposals = []
         for index in self.merge.free:
-            found = self.merge.parts[index].candidates_of(draft.state.sources[index].stores[0], tokens)
+            found = self.merge.sources[index].candidates_of(draft.state.states[index].stores[0], tokens)
             if found.tokens:
                 proposals.append(Proposals(index, found, odds_of_draws(draft.generator, 0, found, depth)))
         return proposals

@@ -222,7 +222,7 @@ class Proposer:
     ) -> list[list[int]]:
         """Return the chains of the merge after each text."""
         # 1. The requests that are left, with their texts so far.
-        lookups = [part for part in merge.parts if isinstance(part, TrainingFreeDrafter)]
+        lookups = [part for part in merge.sources if isinstance(part, TrainingFreeDrafter)]
         self.requests = {name: request for name, request in self.requests.items() if name in self._alive}
         for name, tokens in texts.items():
             if name not in self.requests or self.requests[name].num_tokens >= len(tokens):  # or a new one of this name
@@ -233,12 +233,12 @@ class Proposer:
         # 2. One step of the merge.
         free = [FreeState(tuple(request.stores[number] for request in requests)) for number in range(len(lookups))]
         state = MergedState(
-            sources=tuple(trained_state if part is self.trained else free.pop(0) for part in merge.parts),
+            states=tuple(trained_state if part is self.trained else free.pop(0) for part in merge.sources),
             texts=tuple(request.text for request in requests),
             num_accepted=(0,) * len(requests),
         )
         draft = merge.open(state, last, last.tolist())
-        for index in range(len(merge.parts)):
+        for index in range(len(merge.sources)):
             merge.ask(draft, index)
         merge.rank(draft)
         for request, row in zip(requests, draft.rows, strict=True):

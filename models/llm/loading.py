@@ -13,7 +13,7 @@ from ...data.hub import use_hub
 from ...data.manifest import TargetIdentity
 from ...data.paths import looks_like_path
 from ..bounded_build import require_possible_numbers
-from ..machine import parse_device, turn_off_cudnn_attention
+from ..machine import is_emulated, parse_device, turn_off_cudnn_attention
 from .config import TargetConfig, describe, make_config, require_packages, stored_method
 from .device_map import devices_of_layers, resolve
 from .gguf_files import with_folder
@@ -67,6 +67,12 @@ def load_target(
     target = _load_whole(config, tokenizer, device, safetensors_only) if head is None else _load_staged(config, tokenizer, head)
     target.tokenizer_options = config.tokenizer_options
     turn_off_cudnn_attention(target.device)
+    if is_emulated(target.dtype, target.device):
+        logger.warning(
+            "this processor has no instructions for %s: draft trees, batches and labels take up to several times as long as in "
+            "float32 (target.dtype=float32)",
+            str(target.dtype).removeprefix("torch."),
+        )
     # 3. Check that the tokenizer belongs to the model.
     if tokenizer is not None:
         require_own_tokenizer(tokenizer, target.identity.name, target.vocab_size, target.stop_ids)

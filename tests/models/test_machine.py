@@ -16,6 +16,7 @@ from outrider.models.llm.tree_cache import extent_step
 from outrider.models.machine import (
     MAX_CHAINED_ERRORS,
     find_out_of_memory,
+    is_emulated,
     is_for_users,
     is_out_of_memory,
     release_memory,
@@ -83,6 +84,17 @@ def test_loading_a_target_turns_cudnns_attention_off_for_its_device(tiny_target_
     monkeypatch.setattr("outrider.models.llm.loading.turn_off_cudnn_attention", devices.append)
     load_target(TargetConfig(name_or_path=str(tiny_target_dir)), torch.device("cpu"))
     assert devices == [torch.device("cpu")]
+
+
+@pytest.mark.parametrize("is_native", [False, True])
+def test_a_target_in_a_type_that_the_processor_lacks_is_loaded_with_a_warning(
+    is_native: bool, tiny_target_dir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_native)
+    for dtype in ("float32", "bfloat16"):
+        load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype=dtype), torch.device("cpu"))
+    assert caplog.text.count("no instructions for bfloat16") == caplog.text.count("no instructions") == (not is_native)
+    assert not is_emulated(torch.bfloat16, torch.device("cuda")), "accelerators aren't asked"
 
 
 @pytest.mark.parametrize("name", ["cuda", "xpu", "mps"])

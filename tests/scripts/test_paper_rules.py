@@ -34,7 +34,7 @@ def tree_of(*nodes: tuple[int, float]) -> GrowingTree:
     """Build a tree of (parent, estimate); nodes with children were read. Node n has token n."""
     tree = GrowingTree()
     for node, (parent, estimate) in enumerate(nodes):
-        if parent != NO_NODE and tree.entries[parent] == UNREAD:
+        if parent != NO_NODE and tree.cache_entries[parent] == UNREAD:
             tree.mark_read(parent, node)
         tree.add(parent, [node], [estimate])
     return tree

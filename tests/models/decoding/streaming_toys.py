@@ -28,8 +28,8 @@ class DialledState:
 
 def unread(tree: GrowingTree) -> list[int]:
     """Return the nodes that weren't read, whose parents were."""
-    is_open = [parent == NO_NODE or tree.entries[parent] != UNREAD for parent in tree.parents]
-    return [node for node, entry in enumerate(tree.entries) if is_open[node] and entry == UNREAD]
+    is_open = [parent == NO_NODE or tree.cache_entries[parent] != UNREAD for parent in tree.parents]
+    return [node for node, entry in enumerate(tree.cache_entries) if is_open[node] and entry == UNREAD]
 
 
 @dataclass
@@ -64,7 +64,7 @@ class DialledDrafter:
         node = NO_NODE
         if len(tree):
             node = max(unread(tree), key=tree.probs.__getitem__)
-            tree.mark_read(node, 1 + sum(entry != UNREAD for entry in tree.entries))
+            tree.mark_read(node, 1 + sum(entry != UNREAD for entry in tree.cache_entries))
         depth = 0 if node == NO_NODE else tree.depths[node]
         place = state.num_tokens + depth
         # 1. The children: the true token first, or another one.

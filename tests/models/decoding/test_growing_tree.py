@@ -39,7 +39,7 @@ def test_a_node_is_as_likely_as_all_of_its_path():
     assert tree.parents == [NO_NODE, NO_NODE, 0, 0, 1, 2, 2, 5]
     assert tree.depths == [1, 1, 2, 2, 2, 3, 3, 4]
     assert tree.probs == pytest.approx([0.6, 0.3, 0.3, 0.24, 0.24, 0.27, 0.03, 0.108])
-    assert tree.entries == [1, 2, 3, UNREAD, UNREAD, 4, UNREAD, UNREAD]
+    assert tree.cache_entries == [1, 2, 3, UNREAD, UNREAD, 4, UNREAD, UNREAD]
     assert tree.children(NO_NODE) == [0, 1]
     assert not tree.children(7)
 
@@ -75,7 +75,7 @@ def test_the_tree_below_an_accepted_path_and_a_bonus_token_stays():
     assert (tree.tokens, tree.parents) == ([E, F, G], [NO_NODE, NO_NODE, 0])
     assert tree.probs == pytest.approx([0.9, 0.1, 0.36])
     assert tree.depths == [1, 1, 2]
-    assert tree.entries == [1, UNREAD, UNREAD]
+    assert tree.cache_entries == [1, UNREAD, UNREAD]
     assert nodes == [5, 6, 7]
     assert (path, entries) == ([1], [3, 4])
 
@@ -86,7 +86,7 @@ def test_a_bonus_token_alone_re_roots_the_tree():
     """
     tree, nodes, path, entries = outcome(drawn(), [A])
     assert (tree.tokens, tree.parents) == ([C, D, E, F, G], [NO_NODE, NO_NODE, 0, 0, 2])
-    assert tree.entries == [1, UNREAD, 2, UNREAD, UNREAD]
+    assert tree.cache_entries == [1, UNREAD, 2, UNREAD, UNREAD]
     assert nodes == [2, 3, 5, 6, 7]
     assert (path, entries) == ([], [1, 3, 4])
 
@@ -108,7 +108,7 @@ def test_tokens_that_are_not_read_or_not_in_the_tree_re_root_nothing(tokens):
 
 def test_no_tokens_keep_the_whole_tree():
     tree, nodes, path, entries = outcome(drawn(), [])
-    assert (tree.tokens, tree.parents, tree.entries) == (drawn().tokens, drawn().parents, drawn().entries)
+    assert (tree.tokens, tree.parents, tree.cache_entries) == (drawn().tokens, drawn().parents, drawn().cache_entries)
     assert (nodes, path, entries) == (list(range(8)), [], [0, 1, 2, 3, 4])
 
 
@@ -146,8 +146,8 @@ def rebuilt(tree: GrowingTree, tokens: list[int]) -> tuple[dict[tuple[int, ...],
         if path[: len(tokens)] == tokens and len(path) > len(tokens):
             below = tuple(path[len(tokens) :])
             probs[below] = tree.estimates[node] * probs.get(below[:-1], 1.0)
-            if tree.entries[node] != UNREAD:
-                entries[below] = tree.entries[node]
+            if tree.cache_entries[node] != UNREAD:
+                entries[below] = tree.cache_entries[node]
     return probs, entries
 
 
@@ -156,7 +156,7 @@ def test_a_re_rooted_tree_is_the_one_that_would_have_grown_below_the_new_root(se
     chance = random.Random(seed)
     tree = grown(chance, 30)
     num_checked = 0
-    for node in [node for node in range(len(tree)) if tree.entries[node] != UNREAD]:
+    for node in [node for node in range(len(tree)) if tree.cache_entries[node] != UNREAD]:
         tokens = path_tokens(tree, node)
         new, nodes, path, entries = outcome(tree, tokens)
         expected_probs, expected_entries = rebuilt(tree, tokens)
@@ -169,9 +169,9 @@ def test_a_re_rooted_tree_is_the_one_that_would_have_grown_below_the_new_root(se
         # 2. The entries that stay are those of the new root and of read nodes, gathered in order.
         kept = {paths[number]: entries[entry] for number, entry in enumerate(new.entries) if entry != UNREAD}
         assert kept == expected_entries
-        assert entries[0] == tree.entries[node]
+        assert entries[0] == tree.cache_entries[node]
         assert all(left < right for left, right in pairwise(entries))
-        assert path == [tree.entries[above] for above in tree.follow(tokens)[:-1]]
+        assert path == [tree.cache_entries[above] for above in tree.follow(tokens)[:-1]]
         # 3. What can be read next is what can be read below the new root.
         open_nodes = [paths[number] for number in unread(new)]
         assert set(open_nodes) == {path for path in paths if path not in kept and (len(path) == 1 or path[:-1] in kept)}
@@ -183,7 +183,7 @@ def test_re_rooting_twice_is_re_rooting_by_both_at_once():
     num_checked = 0
     for seed in range(20):
         tree = grown(random.Random(seed), 40)
-        deep = [node for node in range(len(tree)) if tree.entries[node] != UNREAD and tree.depths[node] >= 2]
+        deep = [node for node in range(len(tree)) if tree.cache_entries[node] != UNREAD and tree.depths[node] >= 2]
         for node in deep:
             tokens = path_tokens(tree, node)
             twice = outcome(outcome(tree, tokens[:1]).tree, tokens[1:]).tree

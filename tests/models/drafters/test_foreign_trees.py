@@ -158,9 +158,9 @@ def test_scores_of_medusa_are_measured_accuracies(target):
 def test_entries_of_another_drafters_tree_are_not_believed(target, drafter, drafts):
     """A skipped draft model once kept columns that it hadn't written, and lost its unread tokens."""
     proposal, _ = drafter.propose(*start(target, drafter))
-    assert proposal.entries is not None
+    assert proposal.cache_entries is not None
     searches = []
-    for tree in (proposal, replace(proposal, entries=None, derived=None)):
+    for tree in (proposal, replace(proposal, cache_entries=None, derived=None)):
         state, last_token = start(target, drafter)
         drafted = drafter.skip(state, last_token) if drafts == "skip" else drafter.search(state, last_token)[1]
         output = target.verify(last_token, tree)

@@ -49,7 +49,7 @@ class Steady(MergedDrafter):
             merge.ask(draft, index)
         merge.rank(draft)
         for index in merge.models:
-            rows = draft.state.sources[index].rows
+            rows = draft.state.states[index].rows
             limits = [self.num_reads] * len(rows) if isinstance(self.num_reads, int) else self.num_reads
             while any(reads := merge.unread(draft, index)):
                 reads = [
@@ -64,7 +64,7 @@ class Steady(MergedDrafter):
 
 
 def num_read(tree: GrowingTree) -> int:
-    return sum(entry != UNREAD for entry in tree.entries)
+    return sum(entry != UNREAD for entry in tree.cache_entries)
 
 
 def growing(reader: HFTarget, *names: str, kind: type[MergedDrafter] = MergedDrafter, tree_nodes: int = 12) -> Any:
@@ -208,7 +208,7 @@ class Watched:
 
     def advance(self, drafted, tree, accepted, output):
         (index,) = drafted.draft.grown
-        for row, last, text in zip(drafted.draft.state.sources[index].rows, self.last, self.texts, strict=True):
+        for row, last, text in zip(drafted.draft.state.states[index].rows, self.last, self.texts, strict=True):
             self.check(row.tree, [*text, last])
         for text, last, tokens in zip(self.texts, self.last, accepted.tokens, strict=True):
             text += [last, *tokens]
@@ -221,7 +221,7 @@ class Watched:
         return self.drafter.select(state, rows)
 
     def check(self, tree: GrowingTree, text: list[int]) -> None:
-        for node in [NO_NODE, *(node for node, entry in enumerate(tree.entries) if entry != UNREAD)]:
+        for node in [NO_NODE, *(node for node, entry in enumerate(tree.cache_entries) if entry != UNREAD)]:
             path: list[int] = []
             above = node
             while above != NO_NODE:
@@ -332,7 +332,7 @@ def test_a_tree_grows_to_its_bound_and_no_further(target, twin, waits):
     grow_on = drafter._grow_on
 
     def watched(draft, seconds):
-        capacities.add(draft.state.sources[0].cache.capacity)
+        capacities.add(draft.state.states[0].cache.capacity)
         return grow_on(draft, seconds)
 
     drafter._grow_on = watched
@@ -394,8 +394,8 @@ def test_a_growing_tree_that_is_not_asked_keeps_its_nodes(target, twin, kept):
     """A merge doesn't ask a draft model in steps in which it isn't worth its time."""
     drafter, state = started(target, steady(twin))
     _, drafted = drafter.propose(state, torch.tensor([30]))
-    tree = state.sources[0].rows[0].tree
-    deepest = max(range(len(tree)), key=lambda node: tree.depths[node] if tree.entries[node] != UNREAD else 0)
+    tree = state.states[0].rows[0].tree
+    deepest = max(range(len(tree)), key=lambda node: tree.depths[node] if tree.cache_entries[node] != UNREAD else 0)
     path: list[int] = []
     while deepest != NO_NODE:
         path.insert(0, tree.tokens[deepest])
@@ -447,7 +447,7 @@ def test_a_pass_reads_at_most_so_many_nodes_and_parents_first(target, twin, monk
             most = max(most, len(nodes))
             for node in nodes:
                 parent = NO_NODE if node == NO_NODE else row.tree.parents[node]
-                assert parent == NO_NODE or row.tree.entries[parent] != UNREAD
+                assert parent == NO_NODE or row.tree.cache_entries[parent] != UNREAD
         return read(self, state, reads)
 
     monkeypatch.setattr(GrowingModel, "read", watched)
@@ -471,10 +471,10 @@ def test_a_node_of_another_source_that_was_read_below_an_earlier_root_costs_no_p
     drafter, state = started(target, Steady(sources, MergedConfig(tree_nodes=60)).grown(num_reads=40))
     merge = drafter.merge
     _, drafted = drafter.propose(state, torch.tensor([200]))
-    tree = state.sources[0].rows[0].tree
+    tree = state.states[0].rows[0].tree
     first, second = tree.follow([201, 202])
     assert tree.estimates[first] == tree.estimates[second] == 0.0, "only the other source has proposed them"
-    assert tree.entries[first] != UNREAD != tree.entries[second], "the model has read them"
+    assert tree.cache_entries[first] != UNREAD != tree.cache_entries[second], "the model has read them"
     # The text goes on with the first one. The second one and what the model expects after it stay.
     state = drafter.advance(drafted, *nothing_accepted(201), NOTHING)
     draft = merge.open(state, torch.tensor([201]), [201])

@@ -93,11 +93,11 @@ def decode(target) -> Callable[..., Run]:
         clock, run = Clock(), Run()
         drafter = MergedDrafter({"any": load_drafter("suffix", target)}, MergedConfig(tree_nodes=MAX_NODES), clock=clock)
         chain = Chain(clock, acceptances, draft_seconds, confidence)
-        drafter.merge.parts, drafter.merge.models, drafter._groups = (chain,), [0], [[0]]
+        drafter.merge.sources, drafter.merge.models, drafter._groups = (chain,), [0], [[0]]
         pacer, text, num_accepted = drafter._pacer(1), MergedText(counts={}), 0
         for step in range(steps):
             chain.step, started = step, clock()
-            state = MergedState(sources=(chain.start(),), texts=(text,), num_accepted=(num_accepted,))
+            state = MergedState(states=(chain.start(),), texts=(text,), num_accepted=(num_accepted,))
             draft = drafter.merge.open(state, torch.tensor([RIGHT]), [RIGHT])
             paced = PacedStep(pacer=pacer, started=started)
             num_nodes = min(drafter._paced(draft, paced), len(chain.truth))

@@ -9,7 +9,7 @@ import torch
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters.beams import SearchTree
 from outrider.models.drafters.calibration import MAX_DEPTH, agreement_key, source_key
-from outrider.models.drafters.merging import MergedRow, Proposals, follow, grow, rows_of_search
+from outrider.models.drafters.merging import MergedRow, Proposals, follow, merge_row, rows_of_search
 from outrider.models.drafters.training_free import Candidates
 
 A, B, C, D, E = range(10, 15)
@@ -23,7 +23,7 @@ def candidates(*nodes: tuple[int, int, float]) -> Candidates:
 
 def merge(*sources: Candidates, max_nodes: int = 99, counts=None, floors=None, is_chain: bool = False) -> MergedRow:
     proposals = [Proposals(index, source) for index, source in enumerate(sources)]
-    return grow(proposals, counts or {}, max_nodes, floors, is_chain=is_chain)
+    return merge_row(proposals, counts or {}, max_nodes, floors, is_chain=is_chain)
 
 
 def paths(row: MergedRow) -> dict[tuple[int, ...], tuple[int, float]]:

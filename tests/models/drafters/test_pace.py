@@ -112,7 +112,7 @@ class Simulation:
         # 1. Draft.
         started, drafter = self.clock(), self.drafter
         states = (self.position,) * len(self.sources)
-        state = MergedState(sources=states, texts=(MergedText(counts=self.counts),), num_accepted=(self.num_accepted,))
+        state = MergedState(states=states, texts=(MergedText(counts=self.counts),), num_accepted=(self.num_accepted,))
         draft = MergedDraft(state=state, last_token=torch.zeros(1, dtype=torch.long), last_tokens=[0], proposals=[[]])
         pacer = drafter._pacer(1)
         step = PacedStep(pacer=pacer, started=started)

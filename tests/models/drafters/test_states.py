@@ -182,8 +182,8 @@ def test_copies_of_a_row_follow_its_last_token_once(target):
     key = 7
     row = MergedRow([5], [NO_NODE], [0.5], [1], [1], {NO_NODE: [(0.5, 5, 1, [key], [])]}, [[]])
     text = MergedText(counts={}, walks=((row, NO_NODE),))
-    sources = tuple(FreeState((part.new_store(),) * 2) for part in drafter.merge.parts)
-    state = MergedState(sources=sources, texts=(text, text), num_accepted=(0, 0))
+    states = tuple(FreeState((part.new_store(),) * 2) for part in drafter.merge.sources)
+    state = MergedState(states=states, texts=(text, text), num_accepted=(0, 0))
     drafter.merge.open(state, torch.tensor([5, 5]), [5, 5])
     assert drafter.merge.counts == {key: (1, 1)}
     assert text.walks == ((row, 0),), "it is at the node of this token"

@@ -23,7 +23,7 @@ from outrider.models.decoding import (
 from outrider.models.decoding.growing_tree import UNREAD, GrowingTree
 from outrider.models.decoding.pipelined import generate_pipelined
 from outrider.models.decoding.protocols import AsyncTarget
-from outrider.models.decoding.reading import in_batch, read_acceptance
+from outrider.models.decoding.reading import read_acceptance, token_names
 from outrider.models.decoding.speculation import ExpectedSpeculation
 from outrider.models.decoding.tree import tree_of
 from outrider.models.decoding.types import NO_NODE, Counts
@@ -109,7 +109,7 @@ def stream(
         likeliest = range(min(num_nodes, len(tree)))  # they come first
         drafts = tree_of([tree.links(likeliest)], target.device)
         output = target.verify(torch.tensor(text[-1:]), drafts)
-        accepted = read_acceptance(drafts, output, GreedyAcceptance()(drafts, output), in_batch([0], [text]))
+        accepted = read_acceptance(drafts, output, GreedyAcceptance()(drafts, output), token_names([0], [text]))
         (new,) = accepted.new_tokens
         target.commit(drafts, accepted)
         entries = [0, *[node + 1 for node in accepted.host_nodes[0]]]
@@ -235,7 +235,7 @@ def test_keys_and_values_of_the_tree_are_those_of_a_fresh_read(target, twin, mon
                 torch.testing.assert_close(actual, expected, atol=1e-10, rtol=0)
                 num_read += 1
         # Nodes that the last step has left have children already.
-        num_kept += sum(entry != UNREAD for entry in models_tree(moment.state).entries)
+        num_kept += sum(entry != UNREAD for entry in models_tree(moment.state).cache_entries)
         num_kept -= sum(bool(path) for paths in pending for path in paths)
         pending.clear()
         logits.clear()
@@ -245,7 +245,7 @@ def test_keys_and_values_of_the_tree_are_those_of_a_fresh_read(target, twin, mon
 
 def models_tree(state: Any) -> GrowingTree:
     """Return the tree of the draft model, which is the first source."""
-    return state.draft.state.sources[0].rows[0].tree
+    return state.draft.state.states[0].rows[0].tree
 
 
 def test_what_the_synchronous_drafter_has_learned_is_used(target, twin):
@@ -277,7 +277,7 @@ def test_a_redrafter_searches_from_the_state_before_the_last_token(target, twin)
     state = fresh(drafter, target, PROMPT)
     hidden = torch.randn(1, 3, target.hidden_size)
     state = drafter.follow(state, [5, 6, 7], TargetOutput(logits=torch.zeros(1, 3, target.vocab_size), hidden_states=hidden))
-    assert torch.equal(state.draft.state.sources[0], hidden[:, 2])
+    assert torch.equal(state.draft.state.states[0], hidden[:, 2])
     assert drafter.grow(state)
     assert not drafter.grow(state), "one search below a root"
 
@@ -287,7 +287,7 @@ def test_recycling_learns_the_logits_of_every_committed_entry(target, twin):
     recycling = load_drafter("recycling", target)
     drafter = streaming_drafter(recycling)
     *_, last = stream(target, drafter)
-    store = last.state.draft.state.sources[0].stores[0]
+    store = last.state.draft.state.states[0].stores[0]
     logits = target.model(torch.tensor([last.text])).logits[0]
     rows: dict[int, list[int]] = {}
     context = 0
@@ -354,7 +354,9 @@ def test_the_likeliest_leaf_is_extended_by_every_source(target, twin):
     assert all(row.origins[node] & 0b110 == 0b110 for node in chain)
     # The draft model has read nodes that only the others proposed, and proposes tokens below them.
     model_tree = models_tree(state)
-    foreign = [node for node, entry in enumerate(model_tree.entries) if entry != UNREAD and model_tree.estimates[node] == 0.0]
+    foreign = [
+        node for node, entry in enumerate(model_tree.cache_entries) if entry != UNREAD and model_tree.estimates[node] == 0.0
+    ]
     assert foreign
     for node in foreign:
         path = path_to(model_tree, node)

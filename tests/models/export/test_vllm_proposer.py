@@ -139,7 +139,7 @@ class Compared:
     def propose(self, state: Any, last_token: torch.Tensor, **options: Any) -> Any:
         new = self.new or last_token.tolist()
         self.text += new
-        hidden = next((part for part in state.sources if isinstance(part, torch.Tensor)), torch.zeros(1, 1))
+        hidden = next((part for part in state.states if isinstance(part, torch.Tensor)), torch.zeros(1, 1))
         # A request before it, whose prompt isn't read yet; its place and other rows of states are noise.
         states = torch.randn(2 + self.num_drafts, hidden.shape[1])
         states[len(new)] = hidden[0]

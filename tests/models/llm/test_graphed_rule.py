@@ -14,7 +14,7 @@ from outrider.models.decoding import (
     chain_tree,
     generate,
 )
-from outrider.models.decoding.reading import in_batch, read_acceptance
+from outrider.models.decoding.reading import read_acceptance, token_names
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.llm import tree_cache
@@ -94,7 +94,7 @@ def test_a_decision_survives_the_next_one(graphed):
     output = graphed.verify(torch.tensor([3]), tree)
     first = rule(tree, output)
     before = first.numbers.clone()
-    graphed.commit(tree, read_acceptance(tree, output, first, in_batch([0], [[]])))
+    graphed.commit(tree, read_acceptance(tree, output, first, token_names([0], [[]])))
     output = graphed.verify(torch.tensor([50]), tree)
     second = rule(tree, output)
     assert rule._decide.recorder.num_replays == 2
@@ -117,7 +117,7 @@ def test_the_bound_of_a_trees_depth_may_exceed_its_nodes(graphed):
         tree = DraftTree(tokens=torch.tensor([[5, 6, 7]]), parents=torch.tensor([[-1, 0, 1]]), max_depth=8)
         output = graphed.verify(last_token, tree)
         acceptance = rule(tree, output)
-        graphed.commit(tree, read_acceptance(tree, output, acceptance, in_batch([0], [[]])))
+        graphed.commit(tree, read_acceptance(tree, output, acceptance, token_names([0], [[]])))
         last_token = acceptance.bonus_token
 
 
