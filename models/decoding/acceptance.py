@@ -67,7 +67,7 @@ class SpeculativeSampling:
             return follow_on_host(
                 tree,
                 output.logits,
-                lambda row, depth, logits: (draw(row, depth, warp(logits, sampling)), abs(float(logits.amax())) < inf),
+                lambda row, depth, logits: (draw(row, depth, warp(logits, sampling)), abs(float(logits.numpy().max())) < inf),
             )
         probs = warp(output.logits, self.sampling)
         return follow_choices(tree, choose(probs, pad(tree.depths, (1, 0)), tree.max_depth, generator))

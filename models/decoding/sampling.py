@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from math import log
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -160,10 +160,15 @@ class RowSeeds:
 
     def draw(self, row: int, depth: int, probs: Float[torch.Tensor, " vocab"]) -> int:
         """Choose one token of a row on the host, at a depth; it is the token that `choose` chooses there."""
-        key = _key_on_host(self.seeds[row], self._positions[row] + depth)
-        signed = key - (key >> 63 << 64)  # torch's integers have a sign
-        clocks = exponential(torch.tensor(signed), probs.shape[-1]).to(probs.dtype)
-        return int((probs / clocks).numpy().argmax())
+        # A clock -log(u) is at least 1 - u, so it rings at 1 - u at the earliest. Only tokens that can still be the first by
+        # this bound get a logarithm.
+        rates, numbers = probs.numpy(), _numbers_on_host(_key_on_host(self.seeds[row], self._positions[row] + depth), len(probs))
+        bounds = rates / ((numbers ^ np.uint64(2**FLOAT_BITS - 1)).astype(rates.dtype) + rates.dtype.type(0.5))
+        first = bounds.argmax()
+        reached = rates[first] / _clock_on_host(int(numbers[first])) * 2.0**-FLOAT_BITS / ROUNDING
+        early = np.flatnonzero(~(bounds < reached))  # all, if there are NaNs
+        clocks = -np.log((numbers[early] + 0.5) * 2.0**-FLOAT_BITS)
+        return int(early[(rates[early] / clocks.astype(rates.dtype)).argmax()])
 
     def clocks(
         self,
@@ -183,7 +188,7 @@ class RowSeeds:
         """Return one clock for each depth and its token, of a row: on the host, where a few need no tensors."""
         keys = {depth: _key_on_host(self.seeds[row], self._positions[row] + depth) for depth in set(depths)}
         bits = [_mixed_on_host(keys[depth] + (token + 1) * GOLDEN) for depth, token in zip(depths, tokens, strict=True)]
-        return [-log(((number >> 64 - FLOAT_BITS) + 0.5) * 2.0**-FLOAT_BITS) for number in bits]
+        return [_clock_on_host(number >> 64 - FLOAT_BITS) for number in bits]
 
     def after(self, num_emitted: Sequence[int], rows: Sequence[int]) -> "RowSeeds":
         """Return the seeds of these rows after their answers have grown by `num_emitted` tokens."""
@@ -266,6 +271,8 @@ GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 """The step of SplitMix64, as a signed number: 2**64 divided by the golden ratio."""
 FACTORS = (0xFF51AFD7ED558CCD - 2**64, 0xC4CEB9FE1A85EC53 - 2**64)
 SHIFT, FLOAT_BITS, UNSIGNED = 33, 52, 2**64 - 1
+ROUNDING = 1.01
+"""More than the rounding of bounds in float32."""
 
 
 def stream_keys(*parts: Int[torch.Tensor, "*#stream"]) -> Int[torch.Tensor, "*stream"]:
@@ -313,6 +320,23 @@ def _mixed_on_host(bits: int) -> int:
     for factor in FACTORS:
         bits = (bits ^ bits >> SHIFT) * factor & UNSIGNED
     return bits ^ bits >> SHIFT
+
+
+def _numbers_on_host(key: int, count: int) -> Any:
+    """Return the first `count` numbers of a stream as integers below 2**FLOAT_BITS: NumPy takes half of torch's time."""
+    bits = np.arange(1, count + 1, dtype=np.uint64)
+    bits *= np.uint64(GOLDEN & UNSIGNED)
+    bits += np.uint64(key & UNSIGNED)
+    for factor in FACTORS:
+        bits ^= bits >> np.uint64(SHIFT)
+        bits *= np.uint64(factor & UNSIGNED)
+    bits ^= bits >> np.uint64(SHIFT)
+    bits >>= np.uint64(64 - FLOAT_BITS)
+    return bits
+
+
+def _clock_on_host(number: int) -> float:
+    return -log((number + 0.5) * 2.0**-FLOAT_BITS)
 
 
 def _upper(bits: Int[torch.Tensor, "*_"]) -> Int[torch.Tensor, "*_"]:

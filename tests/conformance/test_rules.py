@@ -420,9 +420,10 @@ HOST_DRAW_MUTANTS = {
     ),
 }
 HOST_CHANCE_MUTANTS = {
-    "arg-max": ("(probs / clocks).numpy()", "probs.numpy()"),
-    "uniform clocks": ("exponential(torch.tensor(", "uniform(torch.tensor("),
-    "one position": ("self._positions[row] + depth)\n        signed", "depth)\n        signed"),
+    "arg-max": ("rates[early] / clocks.astype(rates.dtype)", "rates[early]"),
+    "uniform clocks": ("-np.log((numbers[early] + 0.5)", "((numbers[early] + 0.5)"),
+    "one position": ("self._positions[row] + depth), len(probs))", "depth), len(probs))"),
+    "the first by its bound": ("~(bounds < reached)", "bounds == bounds[first]"),
 }
 CHANCE_MUTANTS = {
     "clocks multiplied": ("(probs / clocks.gather", "(probs * clocks.gather"),

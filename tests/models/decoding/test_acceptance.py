@@ -149,6 +149,16 @@ def test_seeds_and_positions_may_be_numbers_of_any_library():
         RowSeeds([5, 7], [1, 2, 3])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sharpness", [0.0, 1.0, 8.0, torch.nan])
+def test_a_draw_on_the_host_is_that_of_all_clocks(sharpness: float, dtype: torch.dtype):
+    random, seeds = torch.Generator().manual_seed(1), RowSeeds([3], [2])
+    for depth in range(60):
+        probs = (sharpness * torch.randn(5000, generator=random, dtype=dtype)).softmax(-1)
+        expected = seeds.choose(probs[None, None], torch.tensor([[depth]]), depth)
+        assert seeds.draw(0, depth, probs) == expected.item()
+
+
 def test_greedy_takes_the_arg_max_row_by_row():
     logits = torch.zeros(2, 3, 4)
     logits[0, 0, 1] = logits[0, 1, 2] = logits[0, 2, 3] = 1.0  # row 0: 1, then 2, then 3
