@@ -288,7 +288,7 @@ class TreeCache(Cache):
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch.
 
-        `rows` ascend, so no row is overwritten before it has moved. The last row may be repeated.
+        No row moves back (`rows[i] >= i`), so none is overwritten before it has moved. The last row may be repeated.
         """
         for index, row in enumerate(rows):
             if index != row:

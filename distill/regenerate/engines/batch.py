@@ -103,8 +103,9 @@ class BatchDecoder:
         unfinished = self._unfinished(rows, full)
         while len(unfinished) >= max(1, least):
             if len(unfinished) < len(rows):
-                self.target.select([rows.index(index) for index in unfinished])
-            rows = unfinished
+                places = closed_up([index in unfinished for index in rows])
+                self.target.select(places)
+                rows = [rows[place] for place in places]
             self._step(rows)
             unfinished = self._unfinished(rows, full)
         self._keep(rows, unfinished)
@@ -153,3 +154,10 @@ class BatchDecoder:
         return lambda row, place: (
             f"token {len(self.tokens[rows[row]]) + 1 + place} of the answer to {self.requests[rows[row]].id}"
         )
+
+
+def closed_up(stays: Sequence[bool]) -> list[int]:
+    """Return the places of the rows that stay, the last ones in the free places: copying keys and values is what takes time."""
+    num_rows = sum(stays)
+    last = [place for place in range(num_rows, len(stays)) if stays[place]]
+    return [place if stays[place] else last.pop() for place in range(num_rows)]

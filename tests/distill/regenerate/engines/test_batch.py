@@ -12,7 +12,7 @@ import torch
 from outrider.distill.config import DECODER_ROWS, DistillConfig
 from outrider.distill.regenerate.engine import Limits, Request
 from outrider.distill.regenerate.engines import batch as module
-from outrider.distill.regenerate.engines.batch import BatchEngine, cache_bytes
+from outrider.distill.regenerate.engines.batch import BatchEngine, cache_bytes, closed_up
 from outrider.distill.regenerate.engines.decoder import DecoderEngine
 from outrider.distill.regenerate.engines.registry import MOST_TRIED_ROWS, open_engine, tried_rows
 from outrider.distill.regenerate.lengths.buckets import LightPredictor
@@ -132,6 +132,15 @@ def test_the_kv_cache_never_exceeds_the_budget(target, many, limits, monkeypatch
     list(engine.answer(many))
     assert len(taken) > 50
     assert 100 < max(taken) <= 150
+
+
+@pytest.mark.parametrize(
+    ("stays", "places"),
+    [("11011", [0, 1, 4, 3]), ("0011", [3, 2]), ("1100", [0, 1]), ("10101", [0, 4, 2]), ("0001", [3]), ("00", [])],
+)
+def test_few_rows_move_when_some_have_ended(stays: str, places: list[int]) -> None:
+    assert closed_up([one == "1" for one in stays]) == places
+    assert all(place >= index for index, place in enumerate(places)), "as the cache wants them"
 
 
 def test_a_call_without_requests_returns_no_answers(target: HFTarget, limits: Limits) -> None:
