@@ -162,7 +162,10 @@ class RowSeeds:
         """Choose one token of a row on the host, at a depth; it is the token that `choose` chooses there."""
         # A clock -log(u) is at least 1 - u, so it rings at 1 - u at the earliest. Only tokens that can still be the first by
         # this bound get a logarithm.
-        rates, numbers = probs.numpy(), _numbers_on_host(_key_on_host(self.seeds[row], self._positions[row] + depth), len(probs))
+        rates, numbers = (
+            probs.numpy(),
+            _numbers_on_host(_key_on_host(self.seeds[row], self._positions[row] + depth), len(probs)),
+        )
         bounds = rates / ((numbers ^ np.uint64(2**FLOAT_BITS - 1)).astype(rates.dtype) + rates.dtype.type(0.5))
         first = bounds.argmax()
         reached = rates[first] / _clock_on_host(int(numbers[first])) * 2.0**-FLOAT_BITS / ROUNDING
