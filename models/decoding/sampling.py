@@ -162,10 +162,8 @@ class RowSeeds:
         """Choose one token of a row on the host, at a depth; it is the token that `choose` chooses there."""
         # A clock -log(u) is at least 1 - u, so it rings at 1 - u at the earliest. Only tokens that can still be the first by
         # this bound get a logarithm.
-        rates, numbers = (
-            probs.numpy(),
-            _numbers_on_host(_key_on_host(self.seeds[row], self._positions[row] + depth), len(probs)),
-        )
+        key, rates = _key_on_host(self.seeds[row], self._positions[row] + depth), probs.numpy()
+        numbers = _numbers_on_host(key, len(rates))
         bounds = rates / ((numbers ^ np.uint64(2**FLOAT_BITS - 1)).astype(rates.dtype) + rates.dtype.type(0.5))
         first = bounds.argmax()
         reached = rates[first] / _clock_on_host(int(numbers[first])) * 2.0**-FLOAT_BITS / ROUNDING
@@ -330,10 +328,12 @@ def _numbers_on_host(key: int, count: int) -> Any:
     bits = np.arange(1, count + 1, dtype=np.uint64)
     bits *= np.uint64(GOLDEN & UNSIGNED)
     bits += np.uint64(key & UNSIGNED)
+    upper = bits >> np.uint64(SHIFT)
     for factor in FACTORS:
-        bits ^= bits >> np.uint64(SHIFT)
+        bits ^= upper
         bits *= np.uint64(factor & UNSIGNED)
-    bits ^= bits >> np.uint64(SHIFT)
+        np.right_shift(bits, np.uint64(SHIFT), out=upper)
+    bits ^= upper
     bits >>= np.uint64(64 - FLOAT_BITS)
     return bits
 

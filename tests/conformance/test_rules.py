@@ -422,7 +422,7 @@ HOST_DRAW_MUTANTS = {
 HOST_CHANCE_MUTANTS = {
     "arg-max": ("rates[early] / clocks.astype(rates.dtype)", "rates[early]"),
     "uniform clocks": ("-np.log((numbers[early] + 0.5)", "((numbers[early] + 0.5)"),
-    "one position": ("self._positions[row] + depth), len(probs))", "depth), len(probs))"),
+    "one position": ("self._positions[row] + depth), probs", "depth), probs"),
     "the first by its bound": ("~(bounds < reached)", "bounds == bounds[first]"),
 }
 CHANCE_MUTANTS = {
