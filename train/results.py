@@ -31,6 +31,7 @@ from ..models.drafters.saved.folder import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     TrainingFacts,
+    read_drafter_config,
     record_weights,
     require_recorded_weights,
     write_training_facts,
@@ -314,7 +315,7 @@ def _copy_best(best: Path, folder: Path, config: Any) -> None:
 
     They may have changed since the measurement. Raises ValueError for a damaged drafter.
     """
-    require_recorded_weights(best)
+    require_recorded_weights(best, read_drafter_config(best))
     for name in DRAFTER_FILES:
         shutil.copyfile(best / name, folder / name)
     change_options(folder, {name: getattr(config, name) for name in config.RUNTIME_FIELDS})

@@ -107,7 +107,7 @@ def load_part(part: DrafterPart, target: HFTarget, config: Any) -> TrainableDraf
         return _beside(load_model(part.folder, config, target), target)
     saved = read_drafter_config(part.folder)
     require_fitting_target(part.folder, saved.target, target.identity)
-    return _beside(drafter_of_weights(DrafterSpec(kind=saved.kind, config=config), part.folder, target), target)
+    return _beside(drafter_of_weights(DrafterSpec(kind=saved.kind, config=config), part.folder, saved, target), target)
 
 
 def _beside(drafter: TrainableDrafter, target: HFTarget) -> TrainableDrafter:
