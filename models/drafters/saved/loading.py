@@ -121,6 +121,12 @@ def trained_parts(drafter: LoadedDrafter) -> list[TrainableDrafter]:
     return [source for source in sources if isinstance(source, TrainableDrafter)]
 
 
+def common_context_length(target: HFTarget, *drafters: LoadedDrafter) -> int:
+    """Return how many tokens of prompt and answer the target and all drafters can read."""
+    limits = [drafter.context_length for drafter in drafters if drafter.context_length is not None]
+    return min([target.context_length, *limits])
+
+
 # --- the best settings of a drafter on a machine by batch size, measured by `outrider tune`
 
 
