@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from safetensors.torch import load_file, save
 
 from ..data.fields import differences, name_digests
@@ -40,7 +39,6 @@ from ..models.drafters.saved.loading import change_options
 from ..models.drafters.saved.low_rank import LOW_RANK_DIR, write_low_rank
 from .checkpoint import latest_checkpoint, read_marker
 from .config import DIVISION_KEYS, MAY_CHANGE_ON_RESUME, Division, TrainConfig
-from .parallel import sharding
 
 BEST_DIR = "best"
 RECORD_FILE = "best.json"
@@ -152,8 +150,8 @@ class Summary(TrainingFacts):
     """What `describe_run` returns."""
 
 
-def describe_run(config: TrainConfig, spec: DrafterSpec, manifest: Manifest, accelerator: Accelerator) -> dict[str, Any]:
-    """Everything that decides what is learned, as JSON values.
+def describe_run(config: TrainConfig, spec: DrafterSpec, manifest: Manifest, launch: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that decides what is learned, as JSON values; `launch` is that of `describe_launch`.
 
     Two runs with equal descriptions learn the same. A run may resume with another division of its
     steps (see `Division`), and then learns nearly the same.
@@ -178,9 +176,7 @@ def describe_run(config: TrainConfig, spec: DrafterSpec, manifest: Manifest, acc
             **({"quantization": manifest.target.quantization} if manifest.target.quantization else {}),
         },
         **({} if started_from is None else {"started_from": {"weights_sha256": started_from}}),
-        "num_processes": accelerator.num_processes,
-        **({} if (divided := sharding(accelerator)) is None else {"sharding": divided}),
-        "mixed_precision": accelerator.mixed_precision,
+        **launch,
     }
 
 
