@@ -223,7 +223,7 @@ def take_over_options(config: Any, output_dir: Path, drafter_dir: Path) -> None:
 
     They don't depend on training.
     """
-    if change_options(drafter_dir, {name: getattr(config, name) for name in config.RUNTIME_FIELDS}):
+    if change_options(drafter_dir, config):
         summary = read_dataclass(Summary, output_dir / SUMMARY_FILE)
         write_json(output_dir / SUMMARY_FILE, asdict(replace(summary, drafter_sha256=_digests(drafter_dir))))
 
@@ -314,7 +314,7 @@ def _copy_best(best: Path, folder: Path, config: Any) -> None:
     require_recorded_weights(best, read_drafter_config(best))
     for name in DRAFTER_FILES:
         shutil.copyfile(best / name, folder / name)
-    change_options(folder, {name: getattr(config, name) for name in config.RUNTIME_FIELDS})
+    change_options(folder, config)
 
 
 def _digests(directory: Path) -> dict[str, str]:

@@ -63,9 +63,10 @@ def save_drafter(drafter: TrainableDrafter, directory: Path, target: TargetIdent
     write_json(directory / CONFIG_FILE, asdict(config))
 
 
-def change_options(directory: Path, options: Mapping[str, Any]) -> bool:
-    """Change how a saved drafter drafts by default. Returns False if nothing changes."""
+def change_options(directory: Path, config: Any) -> bool:
+    """Change how a saved drafter drafts by default to how `config` drafts. Returns False if nothing changes."""
     saved = read_drafter_config(directory)
+    options = {name: getattr(config, name) for name in config.RUNTIME_FIELDS}
     drafter = {**saved.drafter, **options}
     if drafter == saved.drafter:
         return False
