@@ -50,7 +50,7 @@ def adopt_command(options: AdoptOptions) -> None:
     from ..eval.results.adoption import changes, objections, pairs
     from ..eval.results.rows import read_rows
     from ..models.drafters.saved.download import resolve_drafter
-    from ..models.drafters.saved.folder import WEIGHTS_FILE, require_recorded_weights
+    from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config, require_recorded_weights
     from ..models.drafters.saved.low_rank import is_low_rank
 
     # 1. Both drafters, and what was measured of them.
@@ -60,7 +60,7 @@ def adopt_command(options: AdoptOptions) -> None:
         raise ValueError(f"old is {options.old}, a low-rank change; give the folder of a whole drafter")
     new = resolve_drafter(options.new)  # a low-rank change is adopted as the whole drafter that it makes
     for folder in (options.old, new):
-        require_recorded_weights(folder)
+        require_recorded_weights(folder, read_drafter_config(folder))
     rows, info = read_rows(options.records), read_info(options.records / RUN_FILE)
     digests = [sha256_file(folder / WEIGHTS_FILE) for folder in (options.old, new)]
     methods = pairs(info.config["methods"], *digests)

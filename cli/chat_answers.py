@@ -16,14 +16,13 @@ from tokenizers.decoders import DecodeStream
 from ..data.chat import encode_prompt
 from ..data.conversations import Turn
 from ..eval.measure.methods import acceptance_rule, proposer
-from ..eval.run import context_length
 from ..models.decoding import generate
 from ..models.decoding.protocols import AcceptanceRule, Drafter
 from ..models.decoding.sampling import RowSeeds
 from ..models.decoding.types import Step
 from ..models.drafters import NullDrafter, load_drafter
 from ..models.drafters.merged import MergedDrafter
-from ..models.drafters.saved.loading import trained_parts
+from ..models.drafters.saved.loading import common_context_length, trained_parts
 from ..models.drafters.saved.parts import DrafterParts
 from ..models.llm.hf_target import HFTarget
 
@@ -82,7 +81,7 @@ class ChatModel:
         sources = [] if parts is None else [parts.kind]
         if loaded and isinstance(loaded[0], MergedDrafter):
             sources = list(loaded[0].sources)
-        context = context_length(target, loaded)
+        context = common_context_length(target, *loaded)
         if target.budget_tokens is not None:
             context = min(context, target.budget_tokens - 1 - drafter.max_nodes)
         return cls(target=target, drafter=drafter, sources=sources, rule=rule, context=context, **limits)

@@ -39,6 +39,7 @@ from ..models.llm.hf_target import HFTarget
 from ..models.llm.tensor_parallel import Worker
 from ..train.checkpoint import latest_checkpoint, step_of
 from ..train.config import with_accumulation
+from ..train.parallel import describe_launch
 from ..train.results import CHECKPOINTS_DIR, describe_run, is_trained
 from .config import DrafterRun, RunConfig
 from .init import FIRST_TRY
@@ -211,7 +212,7 @@ class Planner:
             steps_done = 0
             if manifest is not None:
                 options = with_accumulation(run.train, self.accelerator.num_processes)
-                described = describe_run(options, run.drafter, manifest, self.accelerator)
+                described = describe_run(options, run.drafter, manifest, describe_launch(self.accelerator))
                 if is_trained(options, described, run.train_dir, run.drafter_dir):
                     continue
                 checkpoint = latest_checkpoint(run.train_dir / CHECKPOINTS_DIR)

@@ -53,7 +53,7 @@ from ..models.llm.hf_target import HFTarget
 from ..models.llm.loading import load_target
 from ..train.checkpoint import latest_checkpoint, step_of
 from ..train.config import for_launch
-from ..train.parallel import sharding
+from ..train.parallel import describe_launch
 from ..train.processes import make_accelerator, require_supported_launch
 from ..train.records import require_tracker
 from ..train.results import CHECKPOINTS_DIR
@@ -90,8 +90,8 @@ def run(config: RunConfig, *, plan: bool = False) -> None:
     accelerator = make_accelerator(config.mixed_precision)
     require_supported_launch(accelerator)
     for drafter in config.drafter_runs() if "train" in config.stages else ():
-        shared, kind = config.target.tensor_parallel, sharding(accelerator)
-        for_launch(drafter.train, accelerator.num_processes, sharded_by=kind, tensor_parallel=shared)  # before any long work
+        # Raises before any long work.
+        for_launch(drafter.train, describe_launch(accelerator), tensor_parallel=config.target.tensor_parallel)
     prepare(config, accelerator, plan=plan)
     folder = Path(config.output_dir)
     as_run = None if plan else _as_run(config, folder / CONFIG_FILE)

@@ -80,17 +80,17 @@ def verify_shards(directory: Path, manifest: Manifest, *, rank: int = 0, num_pro
     if not manifest.complete:
         raise ValueError(f"the distillation in {directory} is not complete; run the stage distill again to resume it")
     for entry in manifest.shards[rank::num_processes]:
-        label_store(directory).verify(entry)
+        label_store(directory).require_intact(entry)
 
 
 def read_shard(directory: Path, entry: ShardEntry, reads: TargetReads | None = None) -> list[DistilledExample]:
     """Read the examples of one shard in order, after checking its digest.
 
-    Raises the errors of `ShardStore.verify`. `reads` selects the tensors besides the tokens; None
+    Raises the errors of `ShardStore.require_intact`. `reads` selects the tensors besides the tokens; None
     reads all.
     """
     # 1. Read the tensors.
-    label_store(directory).verify(entry)
+    label_store(directory).require_intact(entry)
     path = directory / entry.file
     with safe_open(path, framework="pt") as file:
         ids = json.loads(file.metadata()[METADATA_KEY])["ids"]

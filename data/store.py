@@ -130,7 +130,7 @@ class ShardStore(Generic[Entry, M]):
                 logger.warning("statistics of a shard are missing: %s", error)
         return stats
 
-    def verify(self, entry: BaseEntry) -> None:
+    def require_intact(self, entry: BaseEntry) -> None:
         """Raise ValueError, with problem and remedy, if a shard's file is missing or altered."""
         path = self.directory / entry.file
         if path.exists() and sha256_file(path) == entry.sha256:
@@ -198,7 +198,7 @@ class ShardStore(Generic[Entry, M]):
                         f"{self.path(index, '.json')} is missing, or differs from the shard's entry in {MANIFEST_FILE}. "
                         "Delete it, then run the stage distill again: it recomputes only this shard"
                     )
-                self.verify(entry)
+                self.require_intact(entry)
             except (ValueError, OSError) as error:
                 problems.append(str(error))
         if not shards:

@@ -69,7 +69,7 @@ def run_shards(
     store.require_same(manifest)
     for index in range(accelerator.process_index, len(plan), accelerator.num_processes):
         if entry := store.read_entry(index):
-            store.verify(entry)
+            store.require_intact(entry)
     accelerator.wait_for_everyone()
     pending = [index for index in range(len(plan)) if not store.is_written(index)]
     accelerator.wait_for_everyone()

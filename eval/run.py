@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..data.fields import differences, name_digests, raise_problems
 from ..data.files import atomic_write_text, sha256_file, write_json
 from ..data.suites import SUITE_NAMES, PromptSet, load_suite
 from ..models.drafters.saved.folder import read_training_facts
-from ..models.drafters.saved.loading import LoadedDrafter, trained_parts
+from ..models.drafters.saved.loading import LoadedDrafter, common_context_length, trained_parts
 from ..models.drafters.saved.parts import DrafterParts
 from ..models.llm.hf_target import HFTarget
 from .audited import audit_answers
@@ -79,7 +79,7 @@ def evaluate(
     suites = load_suites(config)
     specs = method_specs(config, drafters, settings, tuned)
     loaded = load_drafters(specs, target)
-    limit = context_length(target, loaded.values())
+    limit = common_context_length(target, *loaded.values())
     require_room(config, suites, tokenizer, limit)
     warn_of_templates(specs, tokenizer)
     # 2. Start or resume the run's folder. A resumed run computes linear layers as its first process did.
@@ -149,12 +149,6 @@ def drafter_facts(drafter: LoadedDrafter, parts: DrafterParts) -> DrafterFacts:
     training = read_training_facts(parts.folders[0]) if parts.folders else None
     facts = None if training is None else dataclasses.asdict(training)
     return DrafterFacts(parameters=parameters, training=facts)
-
-
-def context_length(target: HFTarget, drafters: Iterable[LoadedDrafter]) -> int:
-    """Compute how many tokens of prompt and answer the target and all drafters can read."""
-    limits = [drafter.context_length for drafter in drafters if drafter.context_length is not None]
-    return min([target.context_length, *limits])
 
 
 def load_suites(config: EvalConfig) -> list[PromptSet]:

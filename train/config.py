@@ -195,12 +195,13 @@ class Division:
         )
 
 
-def for_launch(config: TrainConfig, num_processes: int, *, sharded_by: str | None, tensor_parallel: bool) -> TrainConfig:
+def for_launch(config: TrainConfig, launch: Mapping[str, Any], *, tensor_parallel: bool) -> TrainConfig:
     """Return the options of a training in such a launch: those of `with_accumulation`, with its errors.
 
-    `sharded_by` is the kind of `sharding`. Raises ValueError for a low-rank change whose state would be split, and for
+    `launch` is that of `describe_launch`. Raises ValueError for a low-rank change whose state would be split, and for
     fewer held-out texts than processes that measure with them.
     """
+    num_processes, sharded_by = launch["num_processes"], launch.get("sharding")
     if config.lora_rank is not None and sharded_by is not None:
         raise ValueError(
             f"train.lora_rank is set, and the launch splits the training's state by {sharded_by}; a low-rank change is small: "

@@ -34,6 +34,12 @@ def sharding(accelerator: Accelerator) -> str | None:
     return "fsdp" if accelerator.distributed_type == DistributedType.FSDP else None
 
 
+def describe_launch(accelerator: Accelerator) -> dict[str, Any]:
+    """Everything of a launch that decides what is learned, as JSON values."""
+    sharded = {} if (kind := sharding(accelerator)) is None else {"sharding": kind}
+    return {"num_processes": accelerator.num_processes, **sharded, "mixed_precision": accelerator.mixed_precision}
+
+
 def needs_whole_copy(accelerator: Accelerator) -> bool:
     """Whether the trained module can't draft: its weights are split, or have 16 bits."""
     kind = sharding(accelerator)

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from safetensors.torch import load_file, save
 
 from ..data.fields import differences, name_digests
@@ -31,6 +30,7 @@ from ..models.drafters.saved.folder import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     TrainingFacts,
+    read_drafter_config,
     record_weights,
     require_recorded_weights,
     write_training_facts,
@@ -39,7 +39,6 @@ from ..models.drafters.saved.loading import change_options
 from ..models.drafters.saved.low_rank import LOW_RANK_DIR, write_low_rank
 from .checkpoint import latest_checkpoint, read_marker
 from .config import DIVISION_KEYS, MAY_CHANGE_ON_RESUME, Division, TrainConfig
-from .parallel import sharding
 
 BEST_DIR = "best"
 RECORD_FILE = "best.json"
@@ -151,8 +150,8 @@ class Summary(TrainingFacts):
     """What `describe_run` returns."""
 
 
-def describe_run(config: TrainConfig, spec: DrafterSpec, manifest: Manifest, accelerator: Accelerator) -> dict[str, Any]:
-    """Everything that decides what is learned, as JSON values.
+def describe_run(config: TrainConfig, spec: DrafterSpec, manifest: Manifest, launch: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that decides what is learned, as JSON values; `launch` is that of `describe_launch`.
 
     Two runs with equal descriptions learn the same. A run may resume with another division of its
     steps (see `Division`), and then learns nearly the same.
@@ -177,9 +176,7 @@ def describe_run(config: TrainConfig, spec: DrafterSpec, manifest: Manifest, acc
             **({"quantization": manifest.target.quantization} if manifest.target.quantization else {}),
         },
         **({} if started_from is None else {"started_from": {"weights_sha256": started_from}}),
-        "num_processes": accelerator.num_processes,
-        **({} if (divided := sharding(accelerator)) is None else {"sharding": divided}),
-        "mixed_precision": accelerator.mixed_precision,
+        **launch,
     }
 
 
@@ -226,7 +223,7 @@ def take_over_options(config: Any, output_dir: Path, drafter_dir: Path) -> None:
 
     They don't depend on training.
     """
-    if change_options(drafter_dir, {name: getattr(config, name) for name in config.RUNTIME_FIELDS}):
+    if change_options(drafter_dir, config):
         summary = read_dataclass(Summary, output_dir / SUMMARY_FILE)
         write_json(output_dir / SUMMARY_FILE, asdict(replace(summary, drafter_sha256=_digests(drafter_dir))))
 
@@ -314,10 +311,10 @@ def _copy_best(best: Path, folder: Path, config: Any) -> None:
 
     They may have changed since the measurement. Raises ValueError for a damaged drafter.
     """
-    require_recorded_weights(best)
+    require_recorded_weights(best, read_drafter_config(best))
     for name in DRAFTER_FILES:
         shutil.copyfile(best / name, folder / name)
-    change_options(folder, {name: getattr(config, name) for name in config.RUNTIME_FIELDS})
+    change_options(folder, config)
 
 
 def _digests(directory: Path) -> dict[str, str]:

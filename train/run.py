@@ -14,7 +14,7 @@ from ..models.llm.hf_target import HFTarget
 from ..models.machine import hardware
 from .config import TrainConfig, for_launch
 from .loop import fit, resume
-from .parallel import sharding
+from .parallel import describe_launch
 from .processes import require_supported_launch
 from .records import require_tracker
 from .results import describe_run, is_trained, save_results, take_over_options
@@ -44,12 +44,11 @@ def train(
     # 1. Checks, before any file changes.
     require_supported_launch(accelerator)
     require_tracker(config)
-    config = for_launch(
-        config, accelerator.num_processes, sharded_by=sharding(accelerator), tensor_parallel=target.tensor_parallel
-    )
+    launch = describe_launch(accelerator)
+    config = for_launch(config, launch, tensor_parallel=target.tensor_parallel)
     manifest = label_store(shards_dir).load()
     manifest.require_target(target.identity)
-    run = describe_run(config, spec, manifest, accelerator)
+    run = describe_run(config, spec, manifest, launch)
     if is_trained(config, run, output_dir, drafter_dir):
         accelerator.wait_for_everyone()  # all processes have read the files before one changes them
         if accelerator.is_main_process:

@@ -147,7 +147,7 @@ def write_answers(
 
 def read_answers(directory: Path, entry: AnswersEntry) -> list[AnsweredExample]:
     """Read the examples of one shard in order, after checking its digest."""
-    answer_store(directory).verify(entry)
+    answer_store(directory).require_intact(entry)
     path = directory / entry.file
     lines = path.read_bytes().splitlines()
     return [parse_json(AnsweredExample, line, path) for line in lines]

@@ -29,6 +29,7 @@ from ..drafters.saved.folder import (
     TRAINING_FILE,
     WEIGHTS_FILE,
     MergeFile,
+    read_drafter_config,
     read_training_facts,
     tensor_names,
 )
@@ -178,7 +179,7 @@ def _require_own(folder: Path, files: Collection[str], called: str) -> None:
     try:
         packaged_parts(folder)
         if CONFIG_FILE in files:
-            require_unaltered(folder)
+            require_unaltered(folder, read_drafter_config(folder))
             read_training_facts(folder)
     except ValueError as error:
         raise ValueError(f"{called} holds no readable drafter: {str(error).replace(str(folder), called)}") from error

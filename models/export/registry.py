@@ -159,7 +159,7 @@ def stored_drafter(directory: Path, target: HFTarget) -> TrainableDrafter:
     """
     saved = read_drafter_config(directory)
     require_fitting_target(directory, saved.target, target.identity)
-    drafter = drafter_of_weights(saved_spec(saved), directory, target).cpu()
+    drafter = drafter_of_weights(saved_spec(saved), directory, saved, target).cpu()
     take_dtype(drafter, open_folder(directory).shapes)
     return drafter.eval().requires_grad_(False)
 

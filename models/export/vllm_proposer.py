@@ -145,7 +145,7 @@ class Proposer:
                 )
             head = None if spec.config.draft_vocab_size is not None else self._head(folder, target_model)
             target = ServedTarget(embed_tokens, trained_for, config=self.vllm_config.model_config.hf_config, head=head)
-        drafter = drafter_of_weights(spec, folder, target).eval().requires_grad_(False)
+        drafter = drafter_of_weights(spec, folder, saved, target).eval().requires_grad_(False)
         if problems := order_problems(drafter.feature_layers):
             raise ValueError(f"{folder} can't be served: {problems[0]}")
         return drafter.to(device=embed_tokens.weight.device, dtype=self.dtype)

@@ -126,7 +126,7 @@ def test_a_share_of_the_change_is_saved_and_another_one_needs_no_training(
 
 def test_a_launch_that_splits_the_state_is_refused() -> None:
     config = TrainConfig(steps=1, lora_rank=2)
-    for_launch(replace(config, lora_rank=None), 1, sharded_by="fsdp", tensor_parallel=False)
-    for_launch(config, 1, sharded_by=None, tensor_parallel=False)
+    for_launch(replace(config, lora_rank=None), {"num_processes": 1, "sharding": "fsdp"}, tensor_parallel=False)
+    for_launch(config, {"num_processes": 1}, tensor_parallel=False)
     with pytest.raises(ValueError, match=r"train\.lora_rank is set, and the launch splits the training's state by fsdp"):
-        for_launch(config, 1, sharded_by="fsdp", tensor_parallel=False)
+        for_launch(config, {"num_processes": 1, "sharding": "fsdp"}, tensor_parallel=False)

@@ -81,10 +81,10 @@ def test_a_short_shard_is_filled_up_from_the_others(target: HFTarget, examples: 
 def test_fewer_texts_than_processes_are_an_error_before_any_work() -> None:
     four = TrainConfig(steps=1, validation_texts=4)
     for texts in (0, 5):
-        for_launch(replace(four, validation_texts=texts), 5, sharded_by=None, tensor_parallel=False)
-    for_launch(four, 5, sharded_by=None, tensor_parallel=True)
+        for_launch(replace(four, validation_texts=texts), {"num_processes": 5}, tensor_parallel=False)
+    for_launch(four, {"num_processes": 5}, tensor_parallel=True)
     with pytest.raises(ValueError, match=r"train\.validation_texts is 4, fewer than the 5 processes"):
-        for_launch(four, 5, sharded_by=None, tensor_parallel=False)
+        for_launch(four, {"num_processes": 5}, tensor_parallel=False)
 
 
 def test_a_validation_prompt_ends_before_the_answer(shards_dir: Path, held_out: list[HeldOut]) -> None:

@@ -60,12 +60,21 @@ def build_drafter(spec: DrafterSpec, target: HFTarget) -> TrainableDrafter:
     """Build a drafter for training, in float32 on the target's device.
 
     Its weights are fresh, or those that it starts from. Raises ValueError if the drafter to start
-    from doesn't fit the target.
+    from doesn't fit the target, and warns if only the tokenizer differs.
     """
-    if spec.start_from is None:
+    folder = spec.start_from
+    if folder is None:
         return DRAFTERS[spec.kind].for_target(spec.config, target).to(target.device)
-    _require_same_shape(spec.start_from, read_drafter_config(spec.start_from).target, target.identity)
-    return drafter_of_weights(spec, spec.start_from, target).to(target.device)
+    saved = read_drafter_config(folder)
+    require_fitting_target(folder, replace(saved.target, tokenizer_sha256=""), target.identity)
+    if saved.target.tokenizer_sha256 != target.identity.tokenizer_sha256:
+        logger.warning(
+            "the drafter in %s was trained with another tokenizer (that of %s): unless only a few special tokens differ, the "
+            "same ids stand for other texts, and fresh weights are the better start",
+            folder,
+            saved.target.name,
+        )
+    return drafter_of_weights(spec, folder, saved, target).to(target.device)
 
 
 def require_memory(spec: DrafterSpec, target: HFTarget) -> None:
@@ -102,11 +111,11 @@ def require_memory(spec: DrafterSpec, target: HFTarget) -> None:
         DRAFTERS[spec.kind].for_target(config, target)
 
 
-def drafter_of_weights(spec: DrafterSpec, folder: Path, target: HFTarget) -> TrainableDrafter:
+def drafter_of_weights(spec: DrafterSpec, folder: Path, saved: DrafterFile, target: HFTarget) -> TrainableDrafter:
     """Build a drafter of this configuration with a folder's weights, in float32 on the CPU.
 
-    Raises ValueError if the weights are damaged, or have other names, shapes or values than were
-    saved.
+    `saved` is the content of its `config.json`. Raises ValueError if the weights are damaged, or have
+    other names, shapes or values than were saved.
     """
     kind, config = spec.kind, spec.config
     # Don't copy the target's weights first: the trained weights replace them, and a quantised
@@ -120,7 +129,7 @@ def drafter_of_weights(spec: DrafterSpec, folder: Path, target: HFTarget) -> Tra
         drafter.config = config
     drafter.load_state_dict(tensors)
     drafter.check_weights()
-    require_unaltered(folder)  # last: the other checks describe damage better
+    require_unaltered(folder, saved)  # last: the other checks describe damage better
     return drafter
 
 
@@ -131,12 +140,11 @@ def shape_digest(kind: str, options: Mapping[str, Any], target: TargetIdentity) 
     return sha256_json(json.loads(json.dumps([kind, shape, target.facts()])))  # keys as texts, as in a file
 
 
-def require_unaltered(folder: Path) -> None:
-    """Raise ValueError if a drafter's files aren't those that were saved together.
+def require_unaltered(folder: Path, saved: DrafterFile) -> None:
+    """Raise ValueError if a drafter's weights and its `config.json`, read as `saved`, weren't saved together.
 
     Needs no target. Options of drafting may have changed, to values that the kind allows.
     """
-    saved = read_drafter_config(folder)
     saved_spec(saved)
     if shape_digest(saved.kind, saved.drafter, saved.target) != saved.shape_sha256:
         raise ValueError(
@@ -144,7 +152,7 @@ def require_unaltered(folder: Path) -> None:
             "not the one that was saved. Copy or download it again, or run the training's command again, which writes it from "
             "the last checkpoint"
         )
-    require_recorded_weights(folder)
+    require_recorded_weights(folder, saved)
 
 
 def shapes_of(kind: str, config: Any, target: HFTarget, path: Path, num_tensors: int) -> dict[str, torch.Tensor]:
@@ -214,15 +222,3 @@ def _options_of(folder: Path, saved: DrafterFile, options: Mapping[str, Any]) ->
             f"options out (drafter=trained has none), or leave drafter.{START_FROM} out to train from fresh weights"
         )
     return {**form, **options}
-
-
-def _require_same_shape(folder: Path, trained_for: TargetIdentity, target: TargetIdentity) -> None:
-    """Raise ValueError if weights don't fit this target; warn if the tokenizer differs."""
-    require_fitting_target(folder, replace(trained_for, tokenizer_sha256=""), target)
-    if trained_for.tokenizer_sha256 != target.tokenizer_sha256:
-        logger.warning(
-            "the drafter in %s was trained with another tokenizer (that of %s): unless only a few special tokens differ, the "
-            "same ids stand for other texts, and fresh weights are the better start",
-            folder,
-            trained_for.name,
-        )

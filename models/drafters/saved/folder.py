@@ -97,10 +97,9 @@ def record_weights(directory: Path) -> None:
     write_json(directory / CONFIG_FILE, asdict(saved))
 
 
-def require_recorded_weights(directory: Path) -> None:
-    """Raise ValueError if the weights aren't those whose digest `config.json` records."""
-    recorded = read_drafter_config(directory).weights_sha256
-    if sha256_file(directory / WEIGHTS_FILE) != recorded:
+def require_recorded_weights(directory: Path, saved: DrafterFile) -> None:
+    """Raise ValueError if the weights aren't those whose digest `config.json`, read as `saved`, records."""
+    if sha256_file(directory / WEIGHTS_FILE) != saved.weights_sha256:
         raise ValueError(
             f"{directory / WEIGHTS_FILE} was altered or damaged: its SHA-256 digest is not the one in {CONFIG_FILE}. Copy or "
             "download it again, or run the training's command again, which writes it from the last checkpoint"

@@ -63,9 +63,10 @@ def save_drafter(drafter: TrainableDrafter, directory: Path, target: TargetIdent
     write_json(directory / CONFIG_FILE, asdict(config))
 
 
-def change_options(directory: Path, options: Mapping[str, Any]) -> bool:
-    """Change how a saved drafter drafts by default. Returns False if nothing changes."""
+def change_options(directory: Path, config: Any) -> bool:
+    """Change how a saved drafter drafts by default to how `config` drafts. Returns False if nothing changes."""
     saved = read_drafter_config(directory)
+    options = {name: getattr(config, name) for name in config.RUNTIME_FIELDS}
     drafter = {**saved.drafter, **options}
     if drafter == saved.drafter:
         return False
@@ -107,7 +108,7 @@ def load_part(part: DrafterPart, target: HFTarget, config: Any) -> TrainableDraf
         return _beside(load_model(part.folder, config, target), target)
     saved = read_drafter_config(part.folder)
     require_fitting_target(part.folder, saved.target, target.identity)
-    return _beside(drafter_of_weights(DrafterSpec(kind=saved.kind, config=config), part.folder, target), target)
+    return _beside(drafter_of_weights(DrafterSpec(kind=saved.kind, config=config), part.folder, saved, target), target)
 
 
 def _beside(drafter: TrainableDrafter, target: HFTarget) -> TrainableDrafter:
@@ -119,6 +120,12 @@ def trained_parts(drafter: LoadedDrafter) -> list[TrainableDrafter]:
     """Return the trained drafters of a loaded drafter."""
     sources = drafter.sources.values() if isinstance(drafter, MergedDrafter) else [drafter]
     return [source for source in sources if isinstance(source, TrainableDrafter)]
+
+
+def common_context_length(target: HFTarget, *drafters: LoadedDrafter) -> int:
+    """Return how many tokens of prompt and answer the target and all drafters can read."""
+    limits = [drafter.context_length for drafter in drafters if drafter.context_length is not None]
+    return min([target.context_length, *limits])
 
 
 # --- the best settings of a drafter on a machine by batch size, measured by `outrider tune`

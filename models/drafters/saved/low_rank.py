@@ -89,7 +89,7 @@ def write_low_rank(folder: Path, base: Path, rank: int, parameters: Collection[s
     `parameters` are the names of those that were trained. Other numbers, such as measured shares, are kept whole; token ids
     are the base's. Factors are stored in bfloat16: their rounding is far below the noise of a training.
     """
-    require_recorded_weights(base)
+    require_recorded_weights(base, read_drafter_config(base))
     tensors = dict[str, torch.Tensor]()
     before, after = (safetensors.torch.load_file(path / WEIGHTS_FILE) for path in (base, folder))
     for name, tensor in after.items():

@@ -307,7 +307,7 @@ def test_a_packages_file_is_found_without_importing_it(file: Path, monkeypatch: 
 
 def test_the_shipped_drafter_is_whole_and_small() -> None:
     assert read_drafter_config(SHIPPED).kind == "redrafter"
-    require_recorded_weights(SHIPPED)
+    require_recorded_weights(SHIPPED, read_drafter_config(SHIPPED))
     assert sum(path.stat().st_size for path in SHIPPED.iterdir()) < 10_000_000
 
 
