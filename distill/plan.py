@@ -85,7 +85,10 @@ def run_shards(
     finished //= worker.num_workers  # this worker's share of the earlier work
     total = finished + sum(num_units(plan[index]) for index in indices)
     hide = not (accelerator.is_main_process and indices)
-    with tqdm(total=total, initial=finished, unit=unit, unit_scale=True, disable=hide) as progress:
+    # The answers of a batch come at once: only their mean rate says how long the rest takes, and each is shown.
+    with tqdm(
+        total=total, initial=finished, unit=unit, unit_scale=True, smoothing=0, mininterval=0.01, disable=hide
+    ) as progress:
         if indices:
             make({index: plan[index] for index in indices}, progress)
         accelerator.wait_for_everyone()
