@@ -108,8 +108,9 @@ class Checkpoints(Behind):
 
     Without sharding `save` only copies the state to the host, and a thread writes it while training
     continues. There is one write at a time: `save` and `finish` wait for
-    the last write, and raise its error in all processes. All processes must call them together. As
-    a context manager it waits for the last write at the end, also after an error.
+    the last write, and raise its error in all processes. A sharded write raises where it failed. All
+    processes must call them together. As a context manager it waits for the last write at the end,
+    also after an error.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from .checkpoint import latest_checkpoint, remove_incomplete
 from .config import Division
 from .metrics import LOSS_FIELDS, add_losses, summarize
 from .parallel import backward, finish_step, make_anchor, micro_batch, tensor_float32
-from .processes import Sigterm, shorten_patience
+from .processes import Sigterm, limit_waiting
 from .records import Tracker, progress_bar, show
 from .results import steps_of
 from .setup import Training
@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 def fit(training: Training, *, start: int) -> None:
     """Run the optimizer steps from `start` on, counted from 0.
 
-    Ends early if tokens per step have peaked (`train.patience`), and after a SIGTERM or Ctrl-C.
+    Ends early if the held-out prompts' tokens per decoding step have peaked (`train.patience`), and after a SIGTERM or
+    Ctrl-C.
     """
     config, accelerator, meter = training.config, training.accelerator, training.meter
     tracker = Tracker(training.output_dir, config, training.run, step=start, active=accelerator.is_main_process)
@@ -48,15 +49,15 @@ def fit(training: Training, *, start: int) -> None:
             done = step + 1
             bar.update()
             if step == start:
-                shorten_patience(accelerator, stack)
+                limit_waiting(accelerator, stack)
                 # The bar has a loss from its first step on.
                 show(bar, summarize(loss), training.best.latest)
             measure = is_measured(training, done)
             log = done % config.log_every == 0 or done == config.steps or measure
-            stop = sigterm.stops(done, host_waits=log)
+            stop = sigterm.stops(done, host_waits=log)  # at every step: the processes may agree on it here
             checkpoint = done % config.checkpoint_every == 0 or done == config.steps or stop
             if log or checkpoint:
-                require_sound(training)
+                require_finite(training)
             if log:
                 record = meter.latest = {
                     "step": done,
@@ -65,12 +66,14 @@ def fit(training: Training, *, start: int) -> None:
                     "grad_norm": float(grad_norm),
                 }
                 tracker.log(record)
-                peaked = measure and validate_now(training, tracker, done)
+                if measure:
+                    validate_now(training, tracker, done)
+                    peaked = training.best.has_peaked(config.patience)
                 show(bar, record, training.best.latest)
             if checkpoint or peaked:
                 save_step(training, done)
             if stop:
-                break  # `sigterm` raises at the end of the `with` block
+                break  # `sigterm` raises at the end of the `with` block, after the last write
             if peaked:
                 logger.info("step %d: tokens per step have peaked; training ends (train.patience=%s)", done, config.patience)
                 break
@@ -79,10 +82,10 @@ def fit(training: Training, *, start: int) -> None:
 def _accumulate_gradients(training: Training, batches: Sequence[DrafterBatch]) -> tuple[Loss, torch.Tensor]:
     """Add the gradients of a step's micro-batches.
 
-    Returns the summed loss, and what `Meter.add_step` adds up, over all processes.
+    Returns the summed loss, and the numbers of positions and tokens [2], over all processes.
     """
     accelerator, model = training.accelerator, training.model
-    num_labels, seen = accelerator.reduce(_count(batches, accelerator.device), "sum")
+    labels_by_depth, seen = accelerator.reduce(_count(batches, accelerator.device), "sum")
     total: Loss | None = None
     for index, batch in enumerate(batches):
         batch = with_hidden_states(batch, training.target, training.reads)
@@ -90,7 +93,7 @@ def _accumulate_gradients(training: Training, batches: Sequence[DrafterBatch]) -
             loss = Loss(**dict(zip(LOSS_FIELDS, model(batch, make_anchor(accelerator)), strict=True)))
             # The mean over all labels of the step, in all processes and micro-batches. Times the number of
             # processes, because data parallelism takes the mean of the gradients.
-            scale = accelerator.num_processes / num_labels[: len(loss.sums)].sum().clamp(min=1)
+            scale = accelerator.num_processes / labels_by_depth[: len(loss.sums)].sum().clamp(min=1)
             backward(accelerator, model, loss.sums.sum() * scale)
         total = add_losses(total, loss)
     assert total is not None, "a step has at least one micro-batch"
@@ -98,7 +101,7 @@ def _accumulate_gradients(training: Training, batches: Sequence[DrafterBatch]) -
 
 
 def _count(batches: Sequence[DrafterBatch], device: torch.device) -> list[torch.Tensor]:
-    """Count the labels by depth of this process's micro-batches, and what `Meter.add_step` adds up."""
+    """Count this process's labels by depth [depth], and its positions and tokens [2]."""
     labels = torch.stack([label_counts(batch) for batch in batches]).sum(0)
     seen = torch.stack([torch.stack([batch.positions.sum(), batch.attention_mask.sum()]) for batch in batches]).sum(0)
     return [to_device(counts, device) for counts in (labels, seen)]
@@ -111,22 +114,21 @@ def is_measured(training: Training, done: int) -> bool:
     return due and training.validator is not None
 
 
-def validate_now(training: Training, tracker: Tracker, step: int) -> bool:
-    """Measure tokens per step, and keep the best drafter; return whether they have peaked."""
+def validate_now(training: Training, tracker: Tracker, done: int) -> None:
+    """Measure tokens per decoding step after so many steps, and keep the best drafter."""
     assert training.validator is not None
     with training.meter.paused(), training.whole_drafter() as drafter:
         validation = training.validator(drafter)
-        training.best.add(step, validation)
+        training.best.add(done, validation)
         if training.accelerator.is_main_process:
             training.best.keep(drafter)
-    tracker.log({"step": step, **validation})
+    tracker.log({"step": done, **validation})
     if (tokens_per_step := validation["validation_tokens_per_step"]) is not None:
         num_texts = training.config.validation_texts
-        logger.info("step %d: %.2f tokens per step on %d held-out prompts", step, tokens_per_step, num_texts)
-    return training.best.has_peaked(training.config.patience)
+        logger.info("step %d: %.2f tokens per step on %d held-out prompts", done, tokens_per_step, num_texts)
 
 
-def require_sound(training: Training) -> None:
+def require_finite(training: Training) -> None:
     """Raise ValueError where a loss or its gradient is not finite. Waits for the device."""
     step = training.meter.first_bad_step()
     if step is None:
@@ -145,16 +147,16 @@ def require_sound(training: Training) -> None:
     )
 
 
-def save_step(training: Training, step: int) -> None:
-    """Save the checkpoint of a step."""
+def save_step(training: Training, done: int) -> None:
+    """Save a checkpoint: this state, beside the weights, the optimizer and the random numbers, which `Checkpoints` has."""
     state = {
-        "examples_read": training.stream.position(step),
+        "examples_read": training.stream.position(done),
         "scheduler": training.scheduler.state_dict(),
         "meter": training.meter.state_dict(),
         "best": training.best.state_dict(),
         "run": training.run,
     }
-    training.checkpoints.save(step, state)
+    training.checkpoints.save(done, state)
 
 
 def resume(training: Training) -> int:
@@ -187,8 +189,8 @@ def _take_over_steps(training: Training, scheduler_state: dict[str, Any], steps_
     # 1. The learning rate of the next step: the checkpoint's is that of the old schedule.
     training.scheduler.load_state_dict({**scheduler_state, "last_epoch": step - 1})
     training.scheduler.step()
-    # 2. What the last steps measure for the drafter: they are others now.
-    training.meter.measured = None
+    # 2. The losses that calibrate the drafter: other steps are the last ones now.
+    training.meter.last_losses = None
     # 3. The log.
     config, (rate_before, *_) = training.config, scheduler_state["_last_lr"]
     logger.info(
@@ -197,7 +199,7 @@ def _take_over_steps(training: Training, scheduler_state: dict[str, Any], steps_
         *(steps_before, config.steps, step, config.schedule, config.steps),
         *(training.scheduler.get_last_lr()[0], rate_before),
     )
-    if training.best.has_peaked(config.patience):
+    if training.best.has_peaked(config.patience) and training.accelerator.is_main_process:
         logger.warning(
             "train.patience=%s has ended this training after step %d, and more steps don't change that; raise train.patience, "
             "or set it to null",

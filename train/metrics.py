@@ -65,13 +65,13 @@ LOSS_FIELDS = ("sums", "counts", "hits", "joint_hits")
 class Meter:
     """Sums since the last record, and totals of the run, over all processes.
 
-    `measured` is the sum over the steps from `measure_from` on, which records don't reset. A method
+    `last_losses` is the sum over the steps from `last_from` on, which records don't reset. A method
     waits for the device only if its docstring says so.
     """
 
-    def __init__(self, device: torch.device, *, measure_from: int = 0) -> None:
-        self.measured: Loss | None = None
-        self._measure_from = measure_from
+    def __init__(self, device: torch.device, *, last_from: int = 0) -> None:
+        self.last_losses: Loss | None = None
+        self._last_from = last_from
         self._window: Loss | None = None
         # Positions and tokens of the whole run.
         self._seen = torch.zeros(2, dtype=torch.long, device=device)
@@ -102,8 +102,8 @@ class Meter:
         All are sums over all processes.
         """
         self._window = add_losses(self._window, loss)
-        if step >= self._measure_from:
-            self.measured = add_losses(self.measured, loss)
+        if step >= self._last_from:
+            self.last_losses = add_losses(self.last_losses, loss)
         self._seen = self._seen + seen
         bad = ~(loss.sums.sum().isfinite() & grad_norm.isfinite()) & (self._first_bad_step == NO_STEP)
         self._first_bad_step = torch.where(bad, step, self._first_bad_step)
@@ -141,7 +141,7 @@ class Meter:
         """Return the state as JSON values that restore the same bits. Waits for the device."""
         return {
             "window": _to_lists(self._window),
-            "measured": _to_lists(self.measured),
+            "measured": _to_lists(self.last_losses),
             "seen": self._seen.tolist(),
             "seconds": self.seconds,
             "last_record": list(self._last_record),
@@ -151,7 +151,7 @@ class Meter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`."""
         device = self._seen.device
-        self._window, self.measured = _from_lists(state["window"], device), _from_lists(state["measured"], device)
+        self._window, self.last_losses = _from_lists(state["window"], device), _from_lists(state["measured"], device)
         self._seen = torch.tensor(state["seen"][:2], device=device)  # older checkpoints have a third number
         positions, tokens, seconds = state["last_record"]
         self._last_record = (positions, tokens, seconds)

@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 import warnings
 from contextlib import ExitStack
@@ -61,7 +60,7 @@ def require_supported_launch(accelerator: Accelerator) -> None:
         raise ValueError(f"training in mixed precision {accelerator.mixed_precision!r} isn't supported; use bf16 or no")
 
 
-def shorten_patience(accelerator: Accelerator, training: ExitStack) -> None:
+def limit_waiting(accelerator: Accelerator, stack: ExitStack) -> None:
     """Limit the time in which processes wait for each other to STEP_PATIENCE, until the stack ends.
 
     A longer wait ends the training. All processes call it after their first step: before it and after
@@ -71,7 +70,7 @@ def shorten_patience(accelerator: Accelerator, training: ExitStack) -> None:
     if accelerator.num_processes > 1:
         accelerator.wait_for_everyone()  # none may still be in its first step
         _limit_collectives(STEP_PATIENCE)
-        training.callback(_limit_collectives, PATIENCE)
+        stack.callback(_limit_collectives, PATIENCE)
 
 
 def _limit_collectives(limit: timedelta) -> None:
@@ -94,24 +93,26 @@ class Sigterm:
 
     def __init__(self, accelerator: Accelerator, *, step: int) -> None:
         self._accelerator = accelerator
-        self._come = threading.Event()
+        self._has_come = False
         self._is_interrupt = False
         self._done = step
         self._looked_at = step, time.monotonic()
         self._next_look = step
 
     def __enter__(self) -> "Sigterm":
-        self._previous: dict[int, Any] = {signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: self._come.set())}
+        self._previous: dict[int, Any] = {signal.SIGTERM: signal.signal(signal.SIGTERM, self._terminate)}
         # Background jobs of a shell ignore SIGINT, and a caller may handle it in another way.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
         return self
 
+    def _terminate(self, *_: object) -> None:
+        self._has_come = True
+
     def _interrupt(self, *_: object) -> None:
         """Handle Ctrl-C: the first one stops after the step, the second one at once."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        self._is_interrupt = True
-        self._come.set()
+        self._is_interrupt = self._has_come = True
 
     def __exit__(self, error: object, *_: object) -> None:
         for number, handler in self._previous.items():
@@ -129,13 +130,13 @@ class Sigterm:
         """
         self._done = done
         if self._accelerator.num_processes == 1:
-            return self._come.is_set()
+            return self._has_come
         if not host_waits and done < self._next_look:
             return False
         step, then = self._looked_at
         self._looked_at = done, time.monotonic()
         signal_and_seconds = torch.tensor(
-            [self._come.is_set(), (self._looked_at[1] - then) / max(done - step, 1)], dtype=torch.float32
+            [self._has_come, (self._looked_at[1] - then) / max(done - step, 1)], dtype=torch.float32
         )
         num_come, seconds = self._accelerator.reduce(signal_and_seconds.to(self._accelerator.device), "sum").tolist()
         # From the sum over processes, so that all processes look after the same step.

@@ -63,8 +63,8 @@ def train(
     # 3. The drafter's folder and the summary. All processes take part in gathering the weights.
     with training.whole_drafter() as drafter:
         if training.validator is None:
-            assert training.meter.measured is not None, "the last step is always measured"
-            drafter.calibrate(training.meter.measured)
+            assert training.meter.last_losses is not None, "it has the last step's"
+            drafter.calibrate(training.meter.last_losses)
         if accelerator.is_main_process:
             assert training.meter.latest is not None, "the last step always has a record"
             save_results(

@@ -33,7 +33,7 @@ from .validation import HeldOut, Validator, hold_out
 
 logger = logging.getLogger(__name__)
 
-MEASURED_SHARE = 0.1
+CALIBRATION_SHARE = 0.1
 """Share of the steps, at the end, whose losses `TrainableDrafter.calibrate` gets if no texts are
 held out."""
 
@@ -41,7 +41,8 @@ held out."""
 class LossModule(nn.Module):
     """Module whose forward is the loss, because data parallelism and autocast act on a forward.
 
-    It returns a tuple of tensors in the order of LOSS_FIELDS, since they don't support a dataclass.
+    It returns a tuple of tensors in the order of LOSS_FIELDS, since they don't support a dataclass. `anchor` is a zero (see
+    `make_anchor`).
     """
 
     def __init__(self, drafter: TrainableDrafter, objective: Objective) -> None:
@@ -125,9 +126,8 @@ def set_up(
     if needs_whole_copy(accelerator):
         copy = build_drafter(spec, target)
         copy.load_state_dict(drafter.state_dict())
-    set_seed(config.seed + accelerator.process_index)  # dropout differs between processes
-    # 4. The optimizer. The scheduler isn't wrapped: accelerate would step it once per process.
-    optimizer, scheduler = make_optimizer(drafter, config)
+    set_seed(config.seed + accelerator.process_index)  # after the copy, whose first weights draw numbers: dropout differs
+    # 4. What measures the held-out texts.
     validator = None
     if held_out:
         validator = Validator(
@@ -139,6 +139,8 @@ def set_up(
             batch_size=config.batch_size,
             accelerator=accelerator,
         )
+    # 5. The optimizer. The scheduler isn't wrapped: accelerate would step it once per process.
+    optimizer, scheduler = make_optimizer(drafter, config)
     unused_parameters = drafter.has_unused_parameters(manifest.horizon)
     model, optimizer = prepare(accelerator, LossModule(drafter, objective), optimizer, config, unused_parameters)
     return Training(
@@ -150,7 +152,7 @@ def set_up(
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
-        meter=Meter(accelerator.device, measure_from=config.steps - math.ceil(config.steps * MEASURED_SHARE)),
+        meter=Meter(accelerator.device, last_from=config.steps - math.ceil(config.steps * CALIBRATION_SHARE)),
         validator=validator,
         best=Best(output_dir, target.identity),
         checkpoints=Checkpoints(accelerator, output_dir / CHECKPOINTS_DIR, model, optimizer, keep=config.keep_checkpoints),
@@ -180,7 +182,7 @@ def make_objective(config: TrainConfig, target: HFTarget) -> Objective:
 
 
 def check_shards(config: TrainConfig, manifest: Manifest, reads: TargetReads, target: HFTarget) -> None:
-    """Raise ValueError if the shards lack the top tokens, or states of a target that can't pack texts."""
+    """Raise ValueError if the shards lack what the loss reads, or states that the target can't recompute in packed texts."""
     manifest.require_top(reads)
     if config.mixes_teacher_and_labels:
         manifest.require_teacher_temperature()
@@ -220,7 +222,7 @@ def open_stream(
         reads=reads,
     )
     logger.info("%s", describe_batch(config, stream, manifest))
-    if stream.step_size > stream.num_texts:
+    if stream.step_size > stream.num_texts and accelerator.is_main_process:
         logger.warning(
             "a step reads %d texts, and there are only %d: it reads some of them twice; lower train.batch_size",
             *(stream.step_size, stream.num_texts),

@@ -5,10 +5,10 @@ Here pass 1 is the usual prefill, which gives the first token after all position
 all positions at once, the token that pass k - 1 chose (see `branch_attention`). And where the
 target's first token equals the text's next token, nothing is decoded at all:
 
-    text           a b c d    continuation(i) = [x(i + 1)] + continuation(i + 1) less its last token
-    first tokens   b x d .    so position 0 borrows from 1, and 2 from 3; only 1 and 3 are branches
+    text           a b c d    continuation(i) = [text(i + 1)] + continuation(i + 1) less its last token
+    first tokens   b y d z    so position 0 borrows from 1, and 2 from 3; only 1 and 3 are branches
 
-With an agreement rate a at the wanted positions, the work is about 1 + (1 - a)(horizon - 1)
+With an agreement rate a, and a label at every position, the work is about 1 + (1 - a)(horizon - 1)
 prefills.
 
 The same holds for sampled continuations, because the random number of a token belongs to its place
@@ -36,8 +36,8 @@ from .branch_attention import BYPASSED, REMEDY, BranchCache, branch_attention, r
 from .features import TextFeatures
 from .next_tokens import SampledLabels, greedy, logit_chunks, next_tokens
 
-# Largest relative errors of hidden states that rounding explains: in types of at least float32's
-# precision, and in narrower types.
+# Largest errors that rounding explains: relative ones of hidden states, and distances of a chosen logit to the best one, in
+# standard deviations of the logits. In types of at least float32's precision, and in narrower types.
 PROBE_TOLERANCE, NARROW_PROBE_TOLERANCE = 0.01, 0.25
 
 # Length of the text that the target is probed with, beyond its longest window.
@@ -110,6 +110,7 @@ def label_continuations(
 
     # 3. Decode the other positions as branches, and fill in borrowed tokens.
     if cache is None:
+        # No branches: of the keys only device and type are read.
         no_keys, no_places = [hidden_states[:, None]], np.zeros(0, np.int64)
         live = BranchCache(no_keys, no_keys, no_places, no_places)
     else:
@@ -172,7 +173,7 @@ def _decode_branches(
 def require_labels(target: HFTarget, num_tokens: int, horizon: int, *, branches: bool) -> None:
     """Raise ValueError if texts of up to `num_tokens` tokens can't be labelled correctly.
 
-    With branches, up to `horizon` - 2 tokens after a text are read, too.
+    With branches, up to `horizon` - 2 tokens after a text are read, too: its last position gets no label.
     """
     num_tokens += max(horizon - 2, 0) if branches else 0
     require_window(target, num_tokens)
@@ -185,7 +186,7 @@ def require_labels(target: HFTarget, num_tokens: int, horizon: int, *, branches:
 def require_plain_labels(target: HFTarget) -> None:
     """Raise ValueError if the head, on the last hidden states of a text, doesn't choose the model's own next tokens.
 
-    Some models do more than that between both, and all labels are made so.
+    Some models change the states before the head: labels, which only the head makes, would miss that.
     """
     text = target.probe_ids[None]
     states, _ = _prefill(target, text, (), None)
@@ -194,8 +195,8 @@ def require_plain_labels(target: HFTarget) -> None:
     regret = ((logits.amax(-1) - logits.gather(1, chosen[:, None])[:, 0]) / logits.std(-1)).max().item()
     if not regret < (PROBE_TOLERANCE if target.is_precise else NARROW_PROBE_TOLERANCE):
         raise ValueError(
-            f"{type(target.model).__name__} does more than its output layer with its last hidden states ({regret:.2g} of its "
-            "best logit), so its labels would be wrong. Choose another target"
+            f"{type(target.model).__name__} does more than its output layer with its last hidden states (its choice is "
+            f"{regret:.2g} standard deviations below the best logit), so its labels would be wrong. Choose another target"
         )
 
 
@@ -248,8 +249,8 @@ def _probe(target: HFTarget, num_tokens: int) -> None:
         if not max(error, regret) < tolerance:
             raise ValueError(
                 f"{type(target.model).__name__} decodes branches differently from plain texts (relative error {error:.2g} of "
-                f"its hidden states, {regret:.2g} of its best logit): its attention or head does more than outrider supports, "
-                f"so its labels would be wrong{REMEDY}"
+                f"its hidden states, a choice {regret:.2g} standard deviations below the best logit): its attention or head "
+                f"does more than outrider supports, so its labels would be wrong{REMEDY}"
             )
 
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from ...data.device import to_device
 from ...models.decoding.sampling import Sampling, warp
 
-# Logits held at a time: the head's output [chunk, vocab] has about this many elements. An accelerator
-# reads the head for each chunk, 65 rows of 128,000 tokens with 2**23 elements; and it has the memory.
+# Logits held at a time: the head's output [chunk, vocab] has about this many elements. An accelerator reads all of the head's
+# weights for each chunk, so its chunks are larger.
 LOGIT_ELEMENTS, ACCELERATOR_LOGIT_ELEMENTS = 2**23, 2**27
 
 
@@ -40,7 +40,7 @@ class SampledLabels:
         self, logits: Float[torch.Tensor, "position vocab"], uniforms: Float[torch.Tensor, " position"]
     ) -> Int[torch.Tensor, " position"]:
         """Return the tokens that these numbers choose."""
-        # In float32 the sum over a large vocabulary would be off by more than rare tokens have.
+        # In float32 the sum over a large vocabulary would be off by more than a rare token's probability.
         cumulated = warp(logits, Sampling(temperature=self.temperature)).double().cumsum(-1)
         chosen = torch.searchsorted(cumulated, uniforms[:, None] * cumulated[:, -1:], right=True)[:, 0]
         return chosen.clamp(max=logits.shape[-1] - 1)
@@ -53,7 +53,10 @@ def next_tokens(
     columns: Int[torch.Tensor, " position"],
     sampled: SampledLabels | None,
 ) -> Int[torch.Tensor, " position"]:
-    """Choose the tokens at `columns` of the texts `rows`, given the hidden states before them."""
+    """Choose the tokens at `columns` of the texts `rows`, given the hidden states before them.
+
+    Samples need a plain head (`HFTarget.require_plain_head`); what scales or caps logits changes no arg-max.
+    """
     if sampled is None:
         return greedy(model, hidden_states)
     chunks, first = [], 0

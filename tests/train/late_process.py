@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from outrider.train import processes
-from outrider.train.processes import make_accelerator, shorten_patience
+from outrider.train.processes import limit_waiting, make_accelerator
 
 from .forked import ends, fork
 
@@ -38,10 +38,10 @@ def meet(output: Path) -> None:
 
     with ExitStack() as training:
         meet_late("before the first step")
-        shorten_patience(accelerator, training)
+        limit_waiting(accelerator, training)
     meet_late("after the training")
     with ExitStack() as training:
-        shorten_patience(accelerator, training)
+        limit_waiting(accelerator, training)
         meet_late("after a step")
     if accelerator.is_main_process:
         output.write_text(json.dumps(results))

@@ -109,21 +109,21 @@ def test_the_meters_state_is_restored_bit_for_bit_through_json() -> None:
 
 
 def test_measured_values_do_not_depend_on_records_or_interruptions() -> None:
-    unbroken = Meter(torch.device("cpu"), measure_from=2)
+    unbroken = Meter(torch.device("cpu"), last_from=2)
     for step in range(4):
         unbroken.add_step(step, make_loss(step + 1), torch.tensor(1.0), torch.tensor([1, 1]))
         unbroken.record()
-    assert unbroken.measured is not None
-    assert unbroken.measured.counts.tolist() == [4 * (3 + 4), 2 * (3 + 4), 0]
-    meter = Meter(torch.device("cpu"), measure_from=2)
+    assert unbroken.last_losses is not None
+    assert unbroken.last_losses.counts.tolist() == [4 * (3 + 4), 2 * (3 + 4), 0]
+    meter = Meter(torch.device("cpu"), last_from=2)
     for step in range(4):
         meter.add_step(step, make_loss(step + 1), torch.tensor(1.0), torch.tensor([1, 1]))
         state = json.loads(json.dumps(meter.state_dict()))
-        meter = Meter(torch.device("cpu"), measure_from=2)
+        meter = Meter(torch.device("cpu"), last_from=2)
         meter.load_state_dict(state)
-    assert meter.measured is not None
-    for name, value in _fields(unbroken.measured).items():
-        assert torch.equal(_fields(meter.measured)[name], value)
+    assert meter.last_losses is not None
+    for name, value in _fields(unbroken.last_losses).items():
+        assert torch.equal(_fields(meter.last_losses)[name], value)
 
 
 def test_a_state_of_three_numbers_is_restored_and_counts_on() -> None:

@@ -1,8 +1,8 @@
 """The engine of padded batches: decodes rows together, evicts rows without room.
 
 It needs only a target and a memory budget for the KV cache. `schedule` decides which requests share
-a batch. This module decodes them, each row exactly as if it were alone. An evicted row's keys and
-values wait on the host, and its decoding resumes where it stopped.
+a batch. This module decodes them. An evicted row's keys and values wait on the host, and its decoding
+resumes where it stopped.
 """
 
 import math
@@ -84,7 +84,7 @@ class BatchDecoder:
         self.rooms = [limits.room(len(request.prompt_ids)) for request in requests]
         assert min(self.rooms) >= 1, "each prompt leaves room for an answer"
         self.tokens: list[list[int]] = [[] for _ in requests]
-        self._kept: dict[int, KeptText] = {}
+        self._evicted: dict[int, KeptText] = {}
 
     def answer_of(self, index: int) -> Answer:
         tokens = self.tokens[index]
@@ -97,27 +97,27 @@ class BatchDecoder:
     @torch.inference_mode()
     def decode(self, batch: Sequence[Waiting], limits: Sequence[int], least: int) -> list[Decoded]:
         """Decode one batch (see `schedule.Decode`)."""
-        full = {row.index: row.num_written + limit for row, limit in zip(batch, limits, strict=True)}
-        # Rows leave when their answers end or fill their room; the last rows are evicted together.
-        rows = self._begin(batch, full)
-        unfinished = self._unfinished(rows, full)
+        # Rows leave when their answers end, or are so long; then, or as the last ones of a batch, they are evicted.
+        leave_at = {row.index: row.num_written + limit for row, limit in zip(batch, limits, strict=True)}
+        rows = self._begin(batch, leave_at)
+        unfinished = self._going_on(rows, leave_at)
         while len(unfinished) >= max(1, least):
             if len(unfinished) < len(rows):
                 places = closed_up([index in unfinished for index in rows])
                 self.target.select(places)
                 rows = [rows[place] for place in places]
             self._step(rows)
-            unfinished = self._unfinished(rows, full)
-        self._keep(rows, unfinished)
+            unfinished = self._going_on(rows, leave_at)
+        self._evict(rows, unfinished)
         return [Decoded(num_new=len(self.tokens[row.index]) - row.num_written, ended=self.is_ended(row.index)) for row in batch]
 
-    def _begin(self, batch: Sequence[Waiting], full: dict[int, int]) -> list[int]:
+    def _begin(self, batch: Sequence[Waiting], leave_at: dict[int, int]) -> list[int]:
         """Prefill new rows and restore evicted ones. Return the order of the rows in the target."""
-        fresh = [row.index for row in batch if row.index not in self._kept]
-        evicted = [row.index for row in batch if row.index in self._kept]
+        fresh = [row.index for row in batch if row.index not in self._evicted]
+        evicted = [row.index for row in batch if row.index in self._evicted]
         prompts = [self.requests[index].prompt_ids.long().to(self.target.device) for index in fresh]
-        capacity = max(len(self.requests[index].prompt_ids) + full[index] for index in full)
-        texts = [self._kept.pop(index) for index in evicted]
+        capacity = max(len(self.requests[index].prompt_ids) + length for index, length in leave_at.items())
+        texts = [self._evicted.pop(index) for index in evicted]
         output = self.target.resume(Prompts.of(prompts) if prompts else None, texts, capacity=capacity)
         if output is not None:
             tree = empty_tree(len(fresh), self.target.device)
@@ -141,13 +141,14 @@ class BatchDecoder:
         acceptance = self.rule(tree, output, generator=seeds)
         return read_acceptance(tree, output, acceptance, self._where(rows))
 
-    def _unfinished(self, rows: Sequence[int], full: dict[int, int]) -> list[int]:
-        """Return the rows that can continue; save the texts of rows that have filled their room."""
-        self._keep(rows, [i for i in rows if len(self.tokens[i]) == full[i] and not self.is_ended(i)])
-        return [index for index in rows if len(self.tokens[index]) < full[index] and not self.is_ended(index)]
+    def _going_on(self, rows: Sequence[int], leave_at: dict[int, int]) -> list[int]:
+        """Return the rows that stay in the batch; evict those that leave before their answers end."""
+        unended = [index for index in rows if not self.is_ended(index)]
+        self._evict(rows, [index for index in unended if len(self.tokens[index]) == leave_at[index]])
+        return [index for index in unended if len(self.tokens[index]) < leave_at[index]]
 
-    def _keep(self, rows: Sequence[int], indices: Sequence[int]) -> None:
-        self._kept |= {index: self.target.take(rows.index(index)) for index in indices}
+    def _evict(self, rows: Sequence[int], indices: Sequence[int]) -> None:
+        self._evicted |= {index: self.target.take(rows.index(index)) for index in indices}
 
     def _where(self, rows: Sequence[int]) -> Where:
         """Return the names of the rows' next tokens."""

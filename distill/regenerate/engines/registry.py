@@ -22,9 +22,13 @@ MOST_TRIED_ROWS = 64
 
 
 def batch_budget(config: DistillConfig, target: HFTarget) -> tuple[int, int]:
-    """Return the tokens whose keys and values the engine `batch` may hold, and those that a row's recurrent states take."""
+    """Return the tokens whose keys and values the engine `batch` may hold, and those that a row's recurrent states take.
+
+    A target with a memory budget holds `target.budget_tokens` at most.
+    """
     token_bytes, state_bytes = batch.cache_bytes(target)
-    return int(config.kv_budget_gib * 2**30) // max(1, token_bytes), math.ceil(state_bytes / max(1, token_bytes))
+    budget = int(config.kv_budget_gib * 2**30) // max(1, token_bytes)
+    return min(budget, target.budget_tokens or budget), math.ceil(state_bytes / max(1, token_bytes))
 
 
 def tried_rows(config: DistillConfig, target: HFTarget, num_tokens: int) -> int:
@@ -32,8 +36,7 @@ def tried_rows(config: DistillConfig, target: HFTarget, num_tokens: int) -> int:
     if config.engine != "batch":
         return config.decode_batch_size or DECODER_ROWS
     budget, state_tokens = batch_budget(config, target)
-    most = min(budget, target.budget_tokens or budget)
-    return max(1, min(config.shard_examples, MOST_TRIED_ROWS, most // (state_tokens + num_tokens)))
+    return max(1, min(config.shard_examples, MOST_TRIED_ROWS, budget // (state_tokens + num_tokens)))
 
 
 @contextmanager
@@ -65,9 +68,12 @@ def open_engine(
         num_tokens, state_tokens = batch_budget(config, target)
         if num_tokens < state_tokens + limits.max_tokens:
             states = f" with states as large as those of {state_tokens} tokens" if state_tokens else ""
+            option = f"distill.kv_budget_gib={config.kv_budget_gib}"
+            if num_tokens == target.budget_tokens:
+                option = f"target.budget_tokens={num_tokens}"
             raise ValueError(
-                f"distill.kv_budget_gib={config.kv_budget_gib} holds the keys and values of {num_tokens} tokens, and a text "
-                f"may have {limits.max_tokens} (data.max_length){states}; raise it, or lower data.max_length"
+                f"{option} holds the keys and values of {num_tokens} tokens, and a text may have {limits.max_tokens} "
+                f"(data.max_length){states}; raise it, or lower data.max_length"
             )
         yield batch.BatchEngine(target, sampling=sampling, limits=limits, budget_tokens=num_tokens, state_tokens=state_tokens)
     else:

@@ -159,6 +159,21 @@ def test_a_budget_below_the_longest_text_is_refused_before_any_work(target: HFTa
         pass
 
 
+def test_a_targets_own_memory_budget_bounds_the_batches(exact_target, many, limits, monkeypatch):
+    config = DistillConfig(engine="batch", temperature=0.0)
+    with open_engine(config, exact_target, limits) as engine:
+        expected = texts(engine, many)
+    monkeypatch.setattr(exact_target, "budget_tokens", 200)
+    with open_engine(config, exact_target, limits) as engine:
+        assert texts(engine, many) == expected
+    monkeypatch.setattr(exact_target, "budget_tokens", limits.max_tokens - 1)
+    with (
+        pytest.raises(ValueError, match=f"target.budget_tokens={limits.max_tokens - 1} holds .*raise it"),
+        open_engine(config, exact_target, limits),
+    ):
+        pass
+
+
 def test_a_plan_tries_as_many_rows_as_the_engine_decodes_together(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     config = DistillConfig(engine="batch", shard_examples=50)
     assert tried_rows(config, target, 100) == 50
