@@ -6,9 +6,9 @@
 
 Each method decodes in a process of its own, under a cap on its memory. The cap is the sum of four
 parts: what the process holds before it loads a weight, its drafter, the budget, and an allowance.
-accelerate keeps the same layers in memory as our plan. The first answer of each method warms up.
-Before each answer the script drops the weights from the page cache. A virtual machine may still read
-them from its host's memory: `--read-rate` slows its disk down to the rate of a real one.
+accelerate keeps the same layers in memory as our plan, but in the type of the computation: where that
+is wider, its cap is larger. The first answer of each method warms up. Before each answer the script drops
+the weights from the page cache. A virtual machine may still read them from its host's memory: `--read-rate` slows its disk down to the rate of a real one.
 """
 
 import math
@@ -67,6 +67,8 @@ class Spec:
     dtype: str
     budget_bytes: int
     budget_tokens: int
+    widening: float
+    """Bytes of the weights in the type of the computation, over those of their files."""
     threads: int
     streamed_layers: Sequence[int] = ()
     """Layers that accelerate leaves on the disk."""
@@ -93,7 +95,8 @@ def main(
     weight_bytes = sum(file.stat().st_size for file in files)
     budget_tokens = PROMPT_TOKENS + new_tokens + 1 + max(setting["tree_nodes"] for setting in SETTINGS.values())
     shared = {"target": str(target), "drafter": str(drafter), "dtype": dtype, "threads": threads}
-    spec = partial(Spec, **shared, budget_bytes=round(budget * weight_bytes), budget_tokens=budget_tokens)
+    widening = getattr(torch, dtype).itemsize * sum(map(parameters_of, files)) / weight_bytes
+    spec = partial(Spec, **shared, widening=widening, budget_bytes=round(budget * weight_bytes), budget_tokens=budget_tokens)
     texts = held_out_prompts(load_tokenizer(TargetConfig(name_or_path=str(target))), prompts, PROMPT_TOKENS)
     with ExitStack() as stack:
         # 1. Start a process for each method. accelerate's needs the plan of the first one.
@@ -148,8 +151,11 @@ class Worker:
             end.close()
             baseline = self._receive()["RssAnon" if limited.memory else "VmData"]
             # In 32 bits, with a packed copy.
-            drafter = parameters_of(self.spec.drafter) * 8 + TIMING_BYTES if self.spec.method in SETTINGS else 0
-            cap = baseline + drafter + self.spec.budget_bytes + ALLOWANCE_BYTES
+            drafter = (
+                parameters_of(Path(self.spec.drafter) / WEIGHTS_FILE) * 8 + TIMING_BYTES if self.spec.method in SETTINGS else 0
+            )
+            held = self.spec.budget_bytes * (self.spec.widening if self.spec.method == ACCELERATE else 1)
+            cap = round(baseline + drafter + held + ALLOWANCE_BYTES)
             limited.cap(cap)
             self.connection.send(None)
             self.plan = self._receive()
@@ -247,9 +253,9 @@ def accelerate_decoder(spec: Spec) -> tuple[Callable[[torch.Tensor, int], Passes
     return decode, {"plan": f"{len(spec.streamed_layers)} layers on the disk"}
 
 
-def parameters_of(folder: str) -> int:
-    """Return the number of parameters of a saved drafter."""
-    with safe_open(Path(folder) / WEIGHTS_FILE, framework="pt") as file:
+def parameters_of(path: Path) -> int:
+    """Return the number of parameters in a file."""
+    with safe_open(path, framework="pt") as file:
         return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
 
 
