@@ -7,8 +7,9 @@
 Each method decodes in a process of its own, under a cap on its memory. The cap is the sum of four
 parts: what the process holds before it loads a weight, its drafter, the budget, and an allowance.
 accelerate keeps the same layers in memory as our plan, but in the type of the computation: where that
-is wider, its cap is larger. The first answer of each method warms up. Before each answer the script drops
-the weights from the page cache. A virtual machine may still read them from its host's memory: `--read-rate` slows its disk down to the rate of a real one.
+is wider, its cap is larger. The first answer of each method warms up. Before each answer the script
+drops the weights from the page cache. A virtual machine may still read them from its host's memory:
+`--read-rate` slows its disk down to the rate of a real one.
 """
 
 import math
