@@ -155,8 +155,8 @@ class Worker:
             drafter = (
                 parameters_of(Path(self.spec.drafter) / WEIGHTS_FILE) * 8 + TIMING_BYTES if self.spec.method in SETTINGS else 0
             )
-            held = self.spec.budget_bytes + ALLOWANCE_BYTES
-            cap = round(baseline + drafter + held * (self.spec.widening if self.spec.method == ACCELERATE else 1))
+            held = self.spec.budget_bytes * (self.spec.widening if self.spec.method == ACCELERATE else 1)
+            cap = round(baseline + drafter + held + ALLOWANCE_BYTES)
             limited.cap(cap)
             self.connection.send(None)
             self.plan = self._receive()
