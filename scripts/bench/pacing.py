@@ -100,7 +100,7 @@ class TimedSources(MergeSources):
 
     def ask(self, draft: MergedDraft, index: int) -> None:
         self.num_asked[index] += 1
-        self.clock.now += self.seconds if isinstance(self.parts[index], TrainableDrafter) else SUFFIX
+        self.clock.now += self.seconds if isinstance(self.sources[index], TrainableDrafter) else SUFFIX
         super().ask(draft, index)
 
 

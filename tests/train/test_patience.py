@@ -36,7 +36,7 @@ def test_the_short_limit_begins_with_the_first_step(run_train: Callable[..., Run
         calls.append("short limit")
         training.callback(calls.append, "long limit")
 
-    monkeypatch.setattr(loop_module, "shorten_patience", shorten)
+    monkeypatch.setattr(loop_module, "limit_waiting", shorten)
     run_train(steps=2)
     assert calls == ["step", "short limit", "step", "long limit"]
 

@@ -167,7 +167,7 @@ def test_a_re_rooted_tree_is_the_one_that_would_have_grown_below_the_new_root(se
         assert all(parent < number for number, parent in enumerate(new.parents))
         assert new.depths == list(map(len, paths))
         # 2. The entries that stay are those of the new root and of read nodes, gathered in order.
-        kept = {paths[number]: entries[entry] for number, entry in enumerate(new.entries) if entry != UNREAD}
+        kept = {paths[number]: entries[entry] for number, entry in enumerate(new.cache_entries) if entry != UNREAD}
         assert kept == expected_entries
         assert entries[0] == tree.cache_entries[node]
         assert all(left < right for left, right in pairwise(entries))
@@ -188,7 +188,7 @@ def test_re_rooting_twice_is_re_rooting_by_both_at_once():
             tokens = path_tokens(tree, node)
             twice = outcome(outcome(tree, tokens[:1]).tree, tokens[1:]).tree
             once = outcome(tree, tokens).tree
-            assert (twice.tokens, twice.parents, twice.entries) == (once.tokens, once.parents, once.entries)
+            assert (twice.tokens, twice.parents, twice.cache_entries) == (once.tokens, once.parents, once.cache_entries)
             assert twice.probs == pytest.approx(once.probs)
             num_checked += 1
     assert num_checked > 100
