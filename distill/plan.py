@@ -85,10 +85,7 @@ def run_shards(
     finished //= worker.num_workers  # this worker's share of the earlier work
     total = finished + sum(num_units(plan[index]) for index in indices)
     hide = not (accelerator.is_main_process and indices)
-    # The answers of a batch come at once: only their mean rate says how long the rest takes, and each is shown.
-    with tqdm(
-        total=total, initial=finished, unit=unit, unit_scale=True, smoothing=0, mininterval=0.01, disable=hide
-    ) as progress:
+    with progress_bar(total, finished, unit, hide=hide) as progress:
         if indices:
             make({index: plan[index] for index in indices}, progress)
         accelerator.wait_for_everyone()
@@ -103,6 +100,13 @@ def run_shards(
             store.save(replace(manifest, shards=entries, complete=True))
     accelerator.wait_for_everyone()
     return store.load()
+
+
+def progress_bar(num_units: int, finished: int, unit: str, *, hide: bool) -> tqdm:
+    """Return a bar that shows every update, at its mean rate: what a batch has made comes at once, and then nothing for long."""
+    return tqdm(
+        total=num_units, initial=finished, unit=unit, unit_scale=True, smoothing=0, miniters=1, mininterval=0, disable=hide
+    )
 
 
 def total(kind: type[T], parts: Collection[T]) -> T:

@@ -35,7 +35,10 @@ def parse_device(name: str | int) -> torch.device:
 
 
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether a CPU has no instructions for products of a 16-bit type, so that PyTorch converts the numbers first."""
+    """Return whether a CPU lacks the instructions that oneDNN's products of a 16-bit type need (AVX-512 at least).
+
+    PyTorch converts the numbers then, which takes many rows several times as long.
+    """
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     kernels = torch.ops.mkldnn

@@ -273,7 +273,7 @@ GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 FACTORS = (0xFF51AFD7ED558CCD - 2**64, 0xC4CEB9FE1A85EC53 - 2**64)
 SHIFT, FLOAT_BITS, UNSIGNED = 33, 52, 2**64 - 1
 ROUNDING = 1.01
-"""More than the rounding of bounds in float32."""
+"""More than the rounding of bounds in float32, for probabilities whose sum is about 1."""
 
 
 def stream_keys(*parts: Int[torch.Tensor, "*#stream"]) -> Int[torch.Tensor, "*stream"]:
