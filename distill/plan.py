@@ -103,7 +103,7 @@ def run_shards(
 
 
 def progress_bar(num_units: int, finished: int, unit: str, *, hide: bool) -> tqdm:
-    """Return a bar that shows every update, at the mean rate: a batch brings all of its answers at once, and then nothing comes."""
+    """Return a bar that shows every update, at the mean rate: all answers of a batch come at once, and then none for long."""
     return tqdm(
         total=num_units, initial=finished, unit=unit, unit_scale=True, smoothing=0, miniters=1, mininterval=0, disable=hide
     )
