@@ -54,7 +54,7 @@ def fit(training: Training, *, start: int) -> None:
                 show(bar, summarize(loss), training.best.latest)
             measure = is_measured(training, done)
             log = done % config.log_every == 0 or done == config.steps or measure
-            stop = sigterm.stops(done, host_waits=log)  # at every step: the processes may agree on it here
+            stop = sigterm.stops(done, host_waits=log)  # after every step, in all processes: they may exchange it here
             checkpoint = done % config.checkpoint_every == 0 or done == config.steps or stop
             if log or checkpoint:
                 require_finite(training)

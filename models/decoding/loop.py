@@ -43,8 +43,8 @@ def generate(
 
     With a lossless rule the tokens are exactly those of plain decoding. Every stop rule (see `Stopping`) also cuts an
     accepted path. `prompts` are rows of one length (padding would be read as text), or vectors of any lengths, on the
-    target's device. `generator` is a row's seeds: its samples then depend neither on its neighbours nor on the drafter, and
-    the drafter may foresee the draws (see `sampling.foreseen`). By default the seeds are drawn from torch's global
+    target's device. `generator` has a seed for each row: its samples depend neither on its neighbours nor on the drafter,
+    and the drafter may foresee the draws (see `sampling.foreseen`). By default the seeds are drawn from torch's global
     generator. `timed` measures the seconds of each phase, and synchronises an accelerator after each.
 
     Raises ValueError for prompts that are empty or fill the context window, and for a token that

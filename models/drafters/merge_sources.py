@@ -55,7 +55,7 @@ class MergedState:
     """The states of the sources, and what each row's text has shown."""
 
     states: tuple[Any, ...]
-    """That of each source."""
+    """One for each source, in their order."""
     texts: tuple[MergedText, ...]
     num_accepted: tuple[int, ...]
     """Accepted draft tokens of the last step."""

@@ -97,7 +97,7 @@ class BatchDecoder:
     @torch.inference_mode()
     def decode(self, batch: Sequence[Waiting], limits: Sequence[int], least: int) -> list[Decoded]:
         """Decode one batch (see `schedule.Decode`)."""
-        # Rows leave when their answers end, or are so long; then, or as the last ones of a batch, they are evicted.
+        # A row leaves when its answer ends, or has so many tokens: then it is evicted, as the last few rows of a batch are.
         leave_at = {row.index: row.num_written + limit for row, limit in zip(batch, limits, strict=True)}
         rows = self._begin(batch, leave_at)
         unfinished = self._going_on(rows, leave_at)
@@ -158,7 +158,7 @@ class BatchDecoder:
 
 
 def closed_up(stays: Sequence[bool]) -> list[int]:
-    """Return the places of the rows that stay, the last ones in the free places: copying keys and values is what takes time."""
+    """Return the places of the rows that stay. The last rows fill the free places, so that few keys and values are copied."""
     num_rows = sum(stays)
     last = [place for place in range(num_rows, len(stays)) if stays[place]]
     return [place if stays[place] else last.pop() for place in range(num_rows)]
