@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from transformers import DynamicCache, PreTrainedModel
 
 from ...data.device import to_device
@@ -34,7 +34,7 @@ from ...models.llm.tree_attention import attention_kinds
 from ...models.machine import is_for_users
 from .branch_attention import BYPASSED, REMEDY, BranchCache, branch_attention, require_plain_scores
 from .features import TextFeatures
-from .next_tokens import SampledLabels, greedy, logit_chunks, next_tokens
+from .next_tokens import SampledLabels, greedy, next_tokens
 
 # Largest errors that rounding explains: relative ones of hidden states, and distances of a chosen logit to the best one, in
 # standard deviations of the logits. In types of at least float32's precision, and in narrower types.
@@ -99,8 +99,9 @@ def label_continuations(
     needed = to_device(np.flatnonzero(_within(host_wanted, is_token, horizon)), target.device)
     cache = DynamicCache() if branches and read is None else None
     hidden_states, layers = _prefill(target, input_ids, feature_layers, cache) if read is None else read
-    first = _first_tokens(target, input_ids, hidden_states, needed, sampled)
-    top_tokens, top_log_probs = _top(target.model, hidden_states, needed, top_k) if top_k else (None, None)
+    states, width = hidden_states.flatten(0, 1)[needed], input_ids.shape[1]
+    tokens, top = next_tokens(target.model, states, needed // width, needed % width + 1, sampled, top_k=top_k)
+    first = _at(needed, tokens, input_ids.shape, UNKNOWN)
     # 2. Where the target agrees with the text, a position borrows the next one's continuation.
     host_first = first.cpu().numpy()
     agrees = np.zeros_like(host_wanted)
@@ -124,7 +125,12 @@ def label_continuations(
         num_agreeing=int((agrees & host_wanted).sum()),
         num_branch_tokens=num_branch_tokens,
     )
-    features = TextFeatures(hidden_states=hidden_states, layers=layers, top_tokens=top_tokens, top_log_probs=top_log_probs)
+    features = TextFeatures(
+        hidden_states=hidden_states,
+        layers=layers,
+        top_tokens=None if top is None else _at(needed, top.tokens, input_ids.shape, UNKNOWN),
+        top_log_probs=None if top is None else _at(needed, top.log_probs, input_ids.shape, -math.inf),
+    )
     return continuations, features, stats
 
 
@@ -159,7 +165,7 @@ def _decode_branches(
             # 3. Decode a token of all others in one pass, and fill in borrowed ones.
             if len(tokens):
                 states = _branch_hidden_states(target.model, branches, tokens, step)
-                tokens = next_tokens(target.model, states, branches.rows, branches.positions + step + 1, sampled)
+                tokens, _ = next_tokens(target.model, states, branches.rows, branches.positions + step + 1, sampled)
                 continuations[branches.rows, branches.positions, step] = tokens
                 num_branch_tokens += len(tokens)
             borrowed = continuations[:, 1:, step - 1]
@@ -271,17 +277,12 @@ def _prefill(
     return hidden_states, dict(zip(feature_layers, inputs, strict=True))
 
 
-def _first_tokens(
-    target: HFTarget,
-    input_ids: Int[torch.Tensor, "batch seq"],
-    hidden_states: Float[torch.Tensor, "batch seq hidden"],
-    needed: Int[torch.Tensor, " place"],
-    sampled: SampledLabels | None,
-) -> Int[torch.Tensor, "batch seq"]:
-    """Return the next token at the places `needed` among all batch x seq tokens; UNKNOWN elsewhere."""
-    states, width = hidden_states.flatten(0, 1)[needed], input_ids.shape[1]
-    tokens = next_tokens(target.model, states, needed // width, needed % width + 1, sampled)
-    return torch.full_like(input_ids, UNKNOWN).flatten().index_copy_(0, needed, tokens).view_as(input_ids)
+def _at(
+    places: Int[torch.Tensor, " place"], values: Shaped[torch.Tensor, "place ..."], shape: torch.Size, otherwise: int | float
+) -> Shaped[torch.Tensor, "batch seq ..."]:
+    """Put values at `places` among all batch x seq tokens, and `otherwise` elsewhere."""
+    whole = values.new_full((shape.numel(), *values.shape[1:]), otherwise)
+    return whole.index_copy_(0, places, values).unflatten(0, shape)
 
 
 def _within(
@@ -324,25 +325,3 @@ def _branch_hidden_states(
         raise ValueError(BYPASSED)
     hidden_states: torch.Tensor = output.last_hidden_state[0]
     return hidden_states
-
-
-def _top(
-    model: PreTrainedModel,
-    hidden_states: Float[torch.Tensor, "batch seq hidden"],
-    needed: Int[torch.Tensor, " place"],
-    top_k: int,
-) -> tuple[Int[torch.Tensor, "batch seq top"], Float[torch.Tensor, "batch seq top"]]:
-    """Return the top tokens at the places `needed`, and their log-probabilities.
-
-    UNKNOWN and minus infinity elsewhere. The model's logits must be a plain product with its head
-    (`HFTarget.require_plain_head`).
-    """
-    shape, device = hidden_states.shape[:2], hidden_states.device
-    tokens = torch.full((shape.numel(), top_k), UNKNOWN, device=device)
-    log_probs = torch.full(tokens.shape, -math.inf, device=device)
-    if len(needed):
-        states = hidden_states.flatten(0, 1)[needed]
-        chunks = [logits.float().log_softmax(-1).topk(top_k) for logits in logit_chunks(model, states)]
-        log_probs[needed] = torch.cat([chunk.values for chunk in chunks])
-        tokens[needed] = torch.cat([chunk.indices for chunk in chunks])
-    return tokens.unflatten(0, shape), log_probs.unflatten(0, shape)

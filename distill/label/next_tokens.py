@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -14,6 +15,13 @@ from ...models.decoding.sampling import Sampling, warp
 # Logits held at a time: the head's output [chunk, vocab] has about this many elements. An accelerator reads all of the head's
 # weights for each chunk, so its chunks are larger.
 LOGIT_ELEMENTS, ACCELERATOR_LOGIT_ELEMENTS = 2**23, 2**27
+
+
+class TopK(NamedTuple):
+    """The likeliest tokens of some positions, in order."""
+
+    log_probs: Float[torch.Tensor, "position top"]
+    tokens: Int[torch.Tensor, "position top"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,28 +60,36 @@ def next_tokens(
     rows: Int[torch.Tensor, " position"],
     columns: Int[torch.Tensor, " position"],
     sampled: SampledLabels | None,
-) -> Int[torch.Tensor, " position"]:
+    *,
+    top_k: int | None = None,
+) -> tuple[Int[torch.Tensor, " position"], TopK | None]:
     """Choose the tokens at `columns` of the texts `rows`, given the hidden states before them.
 
-    Samples need a plain head (`HFTarget.require_plain_head`); what scales or caps logits changes no arg-max.
+    Also returns the `top_k` likeliest tokens. They and samples need a plain head (`HFTarget.require_plain_head`).
     """
-    if sampled is None:
-        return greedy(model, hidden_states)
-    chunks, first = [], 0
+    chosen, top, first = [], [], 0
     for logits in logit_chunks(model, hidden_states):
-        taken = slice(first, first := first + len(logits))
-        chunks.append(sampled.choose(logits, sampled.uniforms[rows[taken], columns[taken]]))
-    return torch.cat(chunks)
+        if sampled is None:
+            chosen.append(likeliest(logits))
+        else:
+            taken = slice(first, first := first + len(logits))
+            chosen.append(sampled.choose(logits, sampled.uniforms[rows[taken], columns[taken]]))
+        if top_k is not None:
+            top.append(logits.float().log_softmax(-1).topk(top_k))
+    return torch.cat(chosen), TopK(*map(torch.cat, zip(*top, strict=True))) if top else None
 
 
 def greedy(model: PreTrainedModel, hidden_states: Float[torch.Tensor, "position hidden"]) -> Int[torch.Tensor, " position"]:
-    """Return the most probable next token of each position, in chunks to save memory.
+    """Return the most probable next token of each position, in chunks to save memory: [position, vocab] never exists.
 
-    [position, vocab] never exists as a whole. Some models scale or soft-cap their logits; both are
-    monotonic, so the arg-max doesn't change.
+    Some models scale or soft-cap their logits; both are monotonic, so the arg-max doesn't change.
     """
-    # On a CPU `max` takes a quarter of the time of `argmax`.
-    return torch.cat([logits.max(-1).indices for logits in logit_chunks(model, hidden_states)])
+    return torch.cat([likeliest(logits) for logits in logit_chunks(model, hidden_states)])
+
+
+def likeliest(logits: Float[torch.Tensor, "position vocab"]) -> Int[torch.Tensor, " position"]:
+    """Return the arg-max. On a CPU `max` takes a quarter of the time of `argmax`."""
+    return logits.max(-1).indices
 
 
 def logit_chunks(
