@@ -147,13 +147,13 @@ clean: ## Remove the environment, caches and builds; outputs/ stays
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(if $(TORCH_INDEX),$(BIN)/pip install "$$(grep '^torch==' constraints.txt)" --index-url $(TORCH_INDEX))
-	$(BIN)/pip install -c constraints.txt -e '.[dev$(if $(EXTRAS),$(comma)$(EXTRAS))]'
+	$(if $(TORCH_INDEX),$(BIN)/pip install --no-compile "$$(grep '^torch==' constraints.txt)" --index-url $(TORCH_INDEX))
+	$(BIN)/pip install --no-compile -c constraints.txt -e '.[dev$(if $(EXTRAS),$(comma)$(EXTRAS))]'
 	touch $@
 
 # The site is built with its own extra, which only those who change it need.
 $(DOCS_STAMP): $(STAMP)
-	$(BIN)/pip install -c constraints.txt -e '.[docs]'
+	$(BIN)/pip install --no-compile -c constraints.txt -e '.[docs]'
 	touch $@
 
 # The folders under the names that they are installed under, for tools that read files instead of importing them.
