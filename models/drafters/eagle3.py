@@ -20,16 +20,12 @@ import torch
 from jaxtyping import Float
 from torch import nn
 
-from ...data.types import DrafterBatch
 from ..llm.hf_target import HFTarget
 from ..llm.hidden_states import decoder_layers, decoder_of
 from .decoder_layer import make_layer, start_from_target
 from .feature_drafter import FeatureDrafter
 from .fused_layers import FusedLayers, default_feature_layers
-from .labels import Labels
-from .objective import Loss, Objective
 from .options import Eagle3Config
-from .scoring import score
 from .vocabulary import ReducedVocabulary
 
 
@@ -93,12 +89,3 @@ class Eagle3(FusedLayers, ReducedVocabulary, FeatureDrafter):
     def logits(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch draft_vocab"]:
         logits: torch.Tensor = self.lm_head(outputs if self.config.norm_output else self.norm(outputs))
         return logits
-
-    # --- training
-
-    def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
-        """Return the objective at all depths, weighted by powers of LOSS_DECAY (section 3.2)."""
-        labels = Labels.of(batch)
-        outputs = self.unroll(batch, labels, self.read_text(batch, self.target_features(batch)))
-        loss = score(self.logits, (outputs,), labels, batch, objective, vocabulary=self.vocabulary)
-        return loss.decayed(objective)

@@ -31,6 +31,8 @@ from .branches import Branches, Entries, KeysAndValues, Masks
 from .cached_drafter import CachedText
 from .decoder_layer import LayerDrafter, Rotation
 from .labels import Labels
+from .objective import Loss, Objective
+from .scoring import score
 from .shared_options import TreeOptions
 
 
@@ -136,6 +138,12 @@ class FeatureDrafter(LayerDrafter):
         return self.layer_outputs(hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden)))
 
     # --- training
+
+    def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
+        """Return the objective at all depths, weighted by powers of LOSS_DECAY (arXiv 2503.01840, section 3.2)."""
+        labels = Labels.of(batch)
+        outputs = self.unroll(batch, labels, self.read_text(batch, self.target_features(batch)))
+        return score(self.logits, (outputs,), labels, batch, objective, vocabulary=self.vocabulary).decayed(objective)
 
     def read_text(self, batch: DrafterBatch, features: Float[torch.Tensor, "batch seq feature"]) -> TextEntries:
         """Return what branches read of their texts. No branch reads the entry of a text's last token."""

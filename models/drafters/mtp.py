@@ -14,16 +14,12 @@ import torch
 from jaxtyping import Float
 from torch import nn
 
-from ...data.types import DrafterBatch
 from ..llm.hf_target import HFTarget
 from ..llm.tree_attention import FULL
 from .decoder_layer import make_full_layer
 from .feature_drafter import StateDrafter
-from .labels import Labels
 from .mtp_weights import own_weights, read_head
-from .objective import Loss, Objective
 from .options import MtpConfig
-from .scoring import score
 
 
 class Mtp(StateDrafter):
@@ -61,9 +57,3 @@ class Mtp(StateDrafter):
 
     def logits(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch vocab"]:
         return super().logits(outputs if self.config.norm_output else self.final_norm(outputs))
-
-    def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
-        """Return the objective at all depths, weighted by powers of LOSS_DECAY: every depth is drafted by this layer."""
-        labels = Labels.of(batch)
-        outputs = self.unroll(batch, labels, self.read_text(batch, self.target_features(batch)))
-        return score(self.logits, (outputs,), labels, batch, objective, vocabulary=self.vocabulary).decayed(objective)
