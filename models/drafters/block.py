@@ -248,12 +248,13 @@ class Block(FusedLayers, ReducedVocabulary, LayerDrafter):
         slot_inputs = self.slot_inputs(labels.inputs[:, 0], labels.at_positions(context))  # [position, slot, hidden]
         inputs = branches.spread(slot_inputs)
         slot, masks = torch.arange(num_slots, device=inputs.device), Masks()
+        layers: Any = cache.layers
         positions = branches.positions[:, None] + 1 + slot[:, None]  # [batch, slot, branch]
         outputs = self.read_slots(
             inputs.transpose(1, 2).flatten(1, 2),
             positions.flatten(1),
             branches.text_mask(with_own_column=True).repeat(1, 1, num_slots, 1),
-            lambda index: Slots(keys_and_values(cache, index), num_slots, masks),
+            lambda index: Slots((layers[index].keys, layers[index].values), num_slots, masks),
         )
         return branches.collect(outputs.unflatten(1, (num_slots, -1)).transpose(1, 2))
 
@@ -335,9 +336,3 @@ class Block(FusedLayers, ReducedVocabulary, LayerDrafter):
     @property
     def draft_columns(self) -> int:
         return self.draft_entries + self.num_slots
-
-
-def keys_and_values(cache: DynamicCache, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a layer's keys and values."""
-    layer: Any = cache.layers[index]
-    return layer.keys, layer.values
