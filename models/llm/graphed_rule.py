@@ -20,17 +20,9 @@ class GraphedRule:
     """
 
     def __init__(self, rule: AcceptanceRule, recorder: Recorder | None = None) -> None:
-        self.rule = rule
+        self.rule, self.lossless, self.is_random = rule, rule.lossless, rule.is_random
         self._decided: tuple[DraftTree, TargetOutput] | None = None
         self._decide = GraphedFunction(self._decide_now, recorder)
-
-    @property
-    def lossless(self) -> bool:
-        return self.rule.lossless
-
-    @property
-    def is_random(self) -> bool:
-        return self.rule.is_random
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
         if not output.is_fixed:
