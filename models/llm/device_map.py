@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..machine import parse_device
 from .config import AUTO
-from .hidden_states import layer_list
+from .hidden_states import decoder_layers
 
 
 def divide_layers(num_layers: int, room: Sequence[int]) -> list[int]:
@@ -62,7 +62,7 @@ def _parts(model: PreTrainedModel) -> tuple[dict[str, nn.Module], dict[str, nn.M
 
     Raises ValueError if the model has no list of layers.
     """
-    wanted = layer_list(model)
+    wanted = decoder_layers(model)
     name = next((name for name, module in model.named_modules() if module is wanted), None)
     if name is None:
         raise ValueError(f"{type(model).__name__} has no list of layers that target.device_map could divide; leave it out")
@@ -120,4 +120,4 @@ def _looked_up(device_map: Mapping[str, int | str], names: Sequence[str], module
 
 def devices_of_layers(model: PreTrainedModel) -> tuple[torch.device, ...]:
     """List the devices of a loaded model's layers, in order."""
-    return tuple(next(layer.parameters()).device for layer in layer_list(model))
+    return tuple(next(layer.parameters()).device for layer in decoder_layers(model))

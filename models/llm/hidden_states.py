@@ -140,12 +140,7 @@ def without_head(model: PreTrainedModel) -> Any:
     return decoder_of(model) if model.base_model is model else model.base_model
 
 
-def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
-    """Return the model's layers in order; empty if its decoder has no list of them."""
-    return list(layer_list(model))
-
-
-def layer_list(model: PreTrainedModel) -> nn.ModuleList:
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return the model's own list of its layers; a new empty list if its decoder has none."""
     config = model.config.get_text_config()
     # Some models have two attentions in a layer, and count each as a layer of the cache.

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...decoding.types import TargetOutput
-from ..hidden_states import CapturedHiddenStates, DeepEnough, decoder_layers, decoder_of, layer_list
+from ..hidden_states import CapturedHiddenStates, DeepEnough, decoder_layers, decoder_of
 from ..recurrent_states import find_mixers
 from ..streamed_loading import Skeleton, load_parts
 
@@ -55,7 +55,7 @@ def remove_layers(model: PreTrainedModel, present: range, *, in_tuple: bool) -> 
 
     Raises ValueError if the model has no list of layers, or too few layers.
     """
-    layers = layer_list(model)
+    layers = decoder_layers(model)
     if len(layers) < max(1, present.stop):
         raise ValueError(
             f"{type(model).__name__} has {len(layers) or 'no list of'} layers, and target.stage_layers needs "
@@ -154,7 +154,7 @@ class EndSlice:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.layer_kind: Any = type(next(iter(layer_list(model)), None))
+        self.layer_kind: Any = type(next(iter(decoder_layers(model)), None))
         """Class of the first layer."""
         self._received: torch.Tensor | None = None
 
