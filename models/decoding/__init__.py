@@ -1,6 +1,5 @@
 """Speculative decoding with draft trees: the loop, the trees, and the acceptance rules."""
 
-from ..phases import PhaseSeconds as PhaseSeconds
 from .acceptance import GreedyAcceptance as GreedyAcceptance
 from .acceptance import SpeculativeSampling as SpeculativeSampling
 from .acceptance import TypicalAcceptance as TypicalAcceptance
@@ -10,7 +9,6 @@ from .pipelined import generate_pipelined as generate_pipelined
 from .sampling import RowSeeds as RowSeeds
 from .sampling import Sampling as Sampling
 from .sampling import warp as warp
-from .speculation import ExpectedSpeculation as ExpectedSpeculation
 from .stopping import Finish as Finish
 from .tree import DraftTree as DraftTree
 from .tree import chain_tree as chain_tree
