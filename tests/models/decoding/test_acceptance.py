@@ -20,45 +20,29 @@ from outrider.models.decoding.tree import accepted_path
 from outrider.models.decoding.types import NO_NODE, Acceptance
 
 BRANCHED = DraftTree(tokens=torch.tensor([[5, 6, 7, 8]]), parents=torch.tensor([[-1, -1, 0, 0]]), max_depth=2)
+PADDED = DraftTree(tokens=torch.tensor([[5, NO_NODE]]), parents=torch.tensor([[-1, NO_NODE]]), max_depth=1)
 
 
-def decide(choices: list[int], tree: DraftTree = BRANCHED) -> tuple[list[int], int, int, int]:
+@pytest.mark.parametrize(
+    ("tree", "choices", "path", "bonus_token", "entry"),
+    [
+        # Nothing matches: the bonus token follows the last committed one.
+        (BRANCHED, [9, 1, 2, 3, 4], [], 9, 0),
+        # The target predicts 5 (node 0) after the last token, 8 (node 3) after node 0, 4 after node 3.
+        (BRANCHED, [5, 8, 2, 3, 4], [0, 3], 4, 4),
+        # No child of node 0 matches.
+        (BRANCHED, [5, 9, 2, 3, 4], [0], 9, 1),
+        # Node 2 holds 7, which the target predicts after node 0; but the accepted node is 1.
+        (BRANCHED, [6, 7, 1, 3, 4], [1], 1, 2),
+        (empty_tree(1, torch.device("cpu")), [7], [], 7, 0),
+        (PADDED, [5, 4, 3], [0], 4, 1),
+    ],
+)
+def test_the_path_of_the_targets_choices_is_accepted(tree, choices, path, bonus_token, entry):
     acceptance = follow_choices(tree, torch.tensor([choices]))
-    accepted = accepted_path(tree, [acceptance.path[0, : int(acceptance.num_accepted[0])].tolist()])
-    assert torch.equal(accepted.entry, acceptance.entry)
-    return (
-        acceptance.path[0].tolist(),
-        int(acceptance.num_accepted[0]),
-        int(acceptance.bonus_token[0]),
-        int(acceptance.entry[0]),
-    )
-
-
-def test_nothing_matches_and_the_bonus_follows_the_last_committed_token():
-    assert decide([9, 1, 2, 3, 4]) == ([-1, -1], 0, 9, 0)
-
-
-def test_the_first_branch_is_followed_to_its_leaf():
-    # The target predicts 5 (node 0) after the last token, 8 (node 3) after node 0, 4 after node 3.
-    assert decide([5, 8, 2, 3, 4]) == ([0, 3], 2, 4, 4)
-
-
-def test_a_path_ends_where_no_child_matches():
-    assert decide([5, 9, 2, 3, 4]) == ([0, NO_NODE], 1, 9, 1)
-
-
-def test_a_leaf_whose_parent_was_rejected_is_not_accepted():
-    # Node 2 holds 7, which the target predicts after node 0; but the accepted node is 1.
-    assert decide([6, 7, 1, 3, 4]) == ([1, NO_NODE], 1, 1, 2)
-
-
-def test_an_empty_tree_yields_the_targets_own_token():
-    assert decide([7], empty_tree(1, torch.device("cpu"))) == ([], 0, 7, 0)
-
-
-def test_padding_is_never_accepted():
-    tree = DraftTree(tokens=torch.tensor([[5, NO_NODE]]), parents=torch.tensor([[-1, NO_NODE]]), max_depth=1)
-    assert decide([5, 4, 3], tree) == ([0], 1, 4, 1)
+    assert acceptance.path.tolist() == [path + [NO_NODE] * (tree.max_depth - len(path))]
+    assert (int(acceptance.num_accepted), int(acceptance.bonus_token), int(acceptance.entry)) == (len(path), bonus_token, entry)
+    assert torch.equal(accepted_path(tree, [path]).entry, acceptance.entry)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -52,23 +52,6 @@ def redrafter(target):
     ).double()
 
 
-@pytest.fixture
-def drafters(target, redrafter):
-    return {"nothing": NullDrafter(), "redrafter": redrafter}
-
-
-@pytest.mark.parametrize("kind", ["nothing", "redrafter"])
-def test_finished_rows_leave_and_the_others_continue(target, drafters, kind):
-    alone = [answers(target, NullDrafter(), vectors([prompt]))[0][0] for prompt in PROMPTS]
-    stop = alone[0][5]
-    expected = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in alone]
-    assert len({len(tokens) for tokens in expected}) > 1, "all rows end together"
-    actual, finishes, steps = answers(target, drafters[kind], vectors(), stop_ids={stop})
-    assert actual == expected
-    assert finishes == [Finish.STOP_TOKEN if tokens[-1] == stop else Finish.LENGTH for tokens in expected]
-    assert len(steps[-1].rows) < len(PROMPTS)
-
-
 def test_stop_strings_need_a_tokenizer_and_some_text(target):
     with pytest.raises(ValueError, match="give the tokenizer too"):
         answers(target, NullDrafter(), vectors(), stop_strings=["x"])

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from outrider.models.decoding import DraftTree, Sampling, SpeculativeSampling, TargetOutput, TypicalAcceptance, generate
-from outrider.models.decoding.acceptance import follow_choices
+from outrider.models.decoding import Sampling, SpeculativeSampling, TypicalAcceptance, generate
 from outrider.models.decoding.sampling import RowSeeds, choose, foreseen, sharpness, warp
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.corrections import Markov, lattice_search
@@ -48,37 +47,6 @@ def test_a_token_of_a_reduced_vocabulary_has_its_own_clock():
     rings = seeds.rings(0, [2, 0], [11, 3])
     clocks = seeds.clocks(logits.double(), torch.arange(3), VOCAB)[0]
     assert rings == pytest.approx([float(clocks[2, 11]), float(clocks[0, 3])])
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_drawing_on_the_way_is_drawing_everywhere(seed):
-    random = torch.Generator().manual_seed(seed)
-    num_nodes, rows, depth = 14, 3, 4
-    trees = []
-    for _ in range(rows):
-        parents, depths, tokens = [], [], []
-        while len(parents) < num_nodes:
-            parent = int(torch.randint(-1, len(parents), (), generator=random)) if parents else -1
-            token = int(torch.randint(0, 6, (), generator=random))
-            taken = any(above == parent and other == token for above, other in zip(parents, tokens, strict=True))
-            level = 1 if parent == -1 else depths[parent] + 1
-            if level <= depth and not taken:
-                parents.append(parent)
-                depths.append(level)
-                tokens.append(token)
-        trees.append((tokens, parents))
-    tree = DraftTree(
-        tokens=torch.tensor([tokens for tokens, _ in trees]),
-        parents=torch.tensor([parents for _, parents in trees]),
-        max_depth=depth,
-    )
-    logits = torch.randn(rows, num_nodes + 1, 6, generator=random)
-    seeds, rule = RowSeeds([seed, seed + 1, seed + 2], [0, 4, 9]), SpeculativeSampling(sampling=Sampling(temperature=0.9))
-    found = rule(tree, TargetOutput(logits=logits, hidden_states=torch.zeros(rows, num_nodes + 1, 1)), generator=seeds)
-    depths = torch.cat([torch.zeros(rows, 1, dtype=torch.long), tree.depths], dim=1)
-    expected = follow_choices(tree, choose(warp(logits, rule.sampling), depths, depth, seeds))
-    for name in ("path", "num_accepted", "entry", "bonus_token"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
 @pytest.mark.parametrize("limits", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.5}])

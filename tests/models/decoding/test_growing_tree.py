@@ -80,26 +80,6 @@ def test_the_tree_below_an_accepted_path_and_a_bonus_token_stays():
     assert (path, entries) == ([1], [3, 4])
 
 
-def test_a_bonus_token_alone_re_roots_the_tree():
-    """Bonus token A:   root ─┬─ .5 ─ C* ─┬─ .9 ─ E* ─── .4 ─ G
-    └─ .4 ─ D   └─ .1 ─ F
-    """
-    tree, nodes, path, entries = outcome(drawn(), [A])
-    assert (tree.tokens, tree.parents) == ([C, D, E, F, G], [NO_NODE, NO_NODE, 0, 0, 2])
-    assert tree.cache_entries == [1, UNREAD, 2, UNREAD, UNREAD]
-    assert nodes == [2, 3, 5, 6, 7]
-    assert (path, entries) == ([], [1, 3, 4])
-
-
-def test_a_bonus_token_without_children_leaves_an_empty_tree():
-    rerooted = outcome(drawn(), [B])
-    assert rerooted.tree.tokens == [H]
-    tree = drawn()
-    tree.mark_read(4, 5)
-    rerooted = outcome(tree, [B, H])
-    assert (rerooted.tree.tokens, rerooted.path, rerooted.entries) == ([], [2], [5])
-
-
 @pytest.mark.parametrize("tokens", [[A, D], [A, C, E, G], [C], [A, C, H], [A, C, E, G, A]])
 def test_tokens_that_are_not_read_or_not_in_the_tree_re_root_nothing(tokens):
     """An unread bonus token, an unknown one, and an accepted path that other drafters had."""
@@ -177,18 +157,3 @@ def test_a_re_rooted_tree_is_the_one_that_would_have_grown_below_the_new_root(se
         assert set(open_nodes) == {path for path in paths if path not in kept and (len(path) == 1 or path[:-1] in kept)}
         num_checked += 1
     assert num_checked > 5
-
-
-def test_re_rooting_twice_is_re_rooting_by_both_at_once():
-    num_checked = 0
-    for seed in range(20):
-        tree = grown(random.Random(seed), 40)
-        deep = [node for node in range(len(tree)) if tree.cache_entries[node] != UNREAD and tree.depths[node] >= 2]
-        for node in deep:
-            tokens = path_tokens(tree, node)
-            twice = outcome(outcome(tree, tokens[:1]).tree, tokens[1:]).tree
-            once = outcome(tree, tokens).tree
-            assert (twice.tokens, twice.parents, twice.cache_entries) == (once.tokens, once.parents, once.cache_entries)
-            assert twice.probs == pytest.approx(once.probs)
-            num_checked += 1
-    assert num_checked > 100
