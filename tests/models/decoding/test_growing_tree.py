@@ -8,6 +8,7 @@ import pytest
 from outrider.models.decoding.growing_tree import UNREAD, GrowingTree, Rerooted
 from outrider.models.decoding.types import NO_NODE
 
+from ..paths import path_to
 from .streaming_toys import unread
 
 A, B, C, D, E, F, G, H = range(8)
@@ -109,20 +110,12 @@ def grown(chance: random.Random, num_reads: int, width: int = 3) -> GrowingTree:
     return tree
 
 
-def path_tokens(tree: GrowingTree, node: int) -> list[int]:
-    tokens: list[int] = []
-    while node != NO_NODE:
-        tokens.insert(0, tree.tokens[node])
-        node = tree.parents[node]
-    return tokens
-
-
 def rebuilt(tree: GrowingTree, tokens: list[int]) -> tuple[dict[tuple[int, ...], float], dict[tuple[int, ...], int]]:
     """Return the probability and the entry of each path below these tokens."""
     probs: dict[tuple[int, ...], float] = {}
     entries: dict[tuple[int, ...], int] = {}
     for node in range(len(tree)):
-        path = path_tokens(tree, node)
+        path = path_to(tree, node)
         if path[: len(tokens)] == tokens and len(path) > len(tokens):
             below = tuple(path[len(tokens) :])
             probs[below] = tree.estimates[node] * probs.get(below[:-1], 1.0)
@@ -137,13 +130,13 @@ def test_a_re_rooted_tree_is_the_one_that_would_have_grown_below_the_new_root(se
     tree = grown(chance, 30)
     num_checked = 0
     for node in [node for node in range(len(tree)) if tree.cache_entries[node] != UNREAD]:
-        tokens = path_tokens(tree, node)
+        tokens = path_to(tree, node)
         new, nodes, path, entries = outcome(tree, tokens)
         expected_probs, expected_entries = rebuilt(tree, tokens)
-        paths = [tuple(path_tokens(new, number)) for number in range(len(new))]
+        paths = [tuple(path_to(new, number)) for number in range(len(new))]
         # 1. The same nodes, as likely as seen from the new root, parents first.
         assert dict(zip(paths, new.probs, strict=True)) == pytest.approx(expected_probs)
-        assert [tuple(path_tokens(tree, old)[len(tokens) :]) for old in nodes] == paths
+        assert [tuple(path_to(tree, old)[len(tokens) :]) for old in nodes] == paths
         assert all(parent < number for number, parent in enumerate(new.parents))
         assert new.depths == list(map(len, paths))
         # 2. The entries that stay are those of the new root and of read nodes, gathered in order.

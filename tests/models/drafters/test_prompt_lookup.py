@@ -92,14 +92,19 @@ def test_rows_of_a_batch_copy_from_their_own_texts(target):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("name", "options", "message"),
     [
-        ({"tree_nodes": 0}, "prompt_lookup.tree_nodes=0: must be above 0"),
-        ({"max_ngram": 65}, "prompt_lookup.max_ngram=65: must be at most 64"),
-        ({"max_ngram": "3"}, 'prompt_lookup.max_ngram="3": must be a whole number'),
-        ({"nodes": 5}, "the drafter prompt_lookup has no option nodes"),
+        ("prompt_lookup", {"tree_nodes": 0}, "prompt_lookup.tree_nodes=0: must be above 0"),
+        ("prompt_lookup", {"max_ngram": 65}, "prompt_lookup.max_ngram=65: must be at most 64"),
+        ("prompt_lookup", {"max_ngram": "3"}, 'prompt_lookup.max_ngram="3": must be a whole number'),
+        ("prompt_lookup", {"nodes": 5}, "the drafter prompt_lookup has no option nodes"),
+        ("suffix", {"depth": 0}, "suffix.depth=0: must be above 0"),
+        ("suffix", {"max_ngram": 3}, "the drafter suffix has no option max_ngram"),
+        ("recycling", {"depth": 0}, "recycling.depth=0: must be above 0"),
+        ("recycling", {"top_k": 301}, "recycling.top_k=301: the target has only 300 tokens"),
+        ("recycling", {"max_ngram": 3}, "the drafter recycling has no option max_ngram"),
     ],
 )
-def test_wrong_options_are_errors(target, options, message):
+def test_wrong_options_of_training_free_drafters_are_errors(target, name, options, message):
     with pytest.raises(ValueError, match=message):
-        load_drafter("prompt_lookup", target, **options)
+        load_drafter(name, target, **options)

@@ -9,7 +9,7 @@ import torch
 from outrider.models.decoding import Prompts, TargetOutput
 from outrider.models.decoding.tree import DraftTree, accepted_path, depths_of
 from outrider.models.decoding.types import NO_NODE
-from outrider.models.drafters import load_drafter, recycling
+from outrider.models.drafters import recycling
 from outrider.models.drafters.recycling import PRIOR, Recycling, RecyclingConfig
 from outrider.models.drafters.training_free import Candidates
 
@@ -120,16 +120,3 @@ def test_a_tree_of_other_drafters_is_read_too(monkeypatch):
     state = drafter.advance(drafted, tree, accepted_path(tree, [[0]]), output)
     found = [drafter.candidates(state, [token])[0] for token in (3, 7, 8)]
     assert [list(row.tokens[:2]) for row in found] == [[7, 5], [5, 0], [9, 0]]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"depth": 0}, "recycling.depth=0: must be above 0"),
-        ({"top_k": 301}, "recycling.top_k=301: the target has only 300 tokens"),
-        ({"max_ngram": 3}, "the drafter recycling has no option max_ngram"),
-    ],
-)
-def test_wrong_options_are_errors(target, options, message):
-    with pytest.raises(ValueError, match=message):
-        load_drafter("recycling", target, **options)

@@ -6,7 +6,6 @@ import random
 import pytest
 
 from outrider.models.decoding.tree import depths_of
-from outrider.models.drafters import load_drafter
 from outrider.models.drafters import suffix as suffix_module
 from outrider.models.drafters.suffix import Suffix, SuffixConfig
 from outrider.models.drafters.training_free import Candidates
@@ -115,15 +114,3 @@ def test_long_matches_are_found_beyond_the_latest_places(monkeypatch):
     monkeypatch.setattr(suffix_module, "MAX_POSITIONS", 2)
     text = [1, 2, 3, 4, 5, 6, *[8, 4] * 9, 1, 2, 3, 4]
     assert list(drafted(Suffix(SuffixConfig()), text).tokens)[:2] == [5, 6]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"depth": 0}, "suffix.depth=0: must be above 0"),
-        ({"max_ngram": 3}, "the drafter suffix has no option max_ngram"),
-    ],
-)
-def test_wrong_options_are_errors(target, options, message):
-    with pytest.raises(ValueError, match=message):
-        load_drafter("suffix", target, **options)

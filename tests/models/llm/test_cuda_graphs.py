@@ -66,13 +66,6 @@ def graphed(target, recorder, monkeypatch) -> HFTarget:
     return HFTarget(target.model, target.tokenizer, target.identity, cuda_graphs=True, recorder=recorder)
 
 
-def test_replayed_steps_decode_the_tokens_of_plain_steps(target, graphed, recorder, redrafter):
-    for drafter in (NullDrafter(), redrafter):
-        for rows in (PROMPTS, PROMPTS[:1], PROMPTS[1:]):
-            assert answers(graphed, drafter, rows) == answers(target, drafter, rows)
-    assert recorder.num_replays > 80
-
-
 CACHED = {
     "eagle": {"kind": "eagle", "init": "random", "depth": 3, "top_k": 3, "tree_nodes": 8},
     "eagle3": {"kind": "eagle3", "init": "random", "feature_layers": [0, 1], "depth": 3, "top_k": 3, "tree_nodes": 8},
@@ -231,20 +224,6 @@ def test_one_recording_serves_all_steps_until_the_cache_shows_more_columns(targe
     assert replayed._cache is not cache, "two rows were drafted in the memory of one"
 
 
-def test_recordings_of_a_drafter_are_dropped_when_its_cache_grows(target, monkeypatch):
-    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
-    drafter = trained_of(target, "eagle3")
-    replayed = graphed_drafters.graphed(drafter, ReplayingRecorder())
-    new_cache = type(drafter).new_cache
-    monkeypatch.setattr(
-        type(drafter),
-        "new_cache",
-        lambda self, prompts, *, max_new_tokens, is_fixed=False: new_cache(self, prompts, max_new_tokens=1, is_fixed=is_fixed),
-    )
-    assert tree_of(replayed, target, PROMPTS) == tree_of(drafter, target, PROMPTS)
-    assert replayed._num_moves > 0
-
-
 def test_recordings_are_dropped_when_a_second_cache_grows(target, monkeypatch):
     """The number of moves is counted by each cache from 0."""
     monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
@@ -335,14 +314,6 @@ def test_nan_of_an_earlier_prompt_in_the_cache_changes_nothing(target):
     assert answers(target, NullDrafter()) == expected
 
 
-def test_no_more_recordings_are_kept_than_allowed(monkeypatch):
-    monkeypatch.setattr(graphs, "MAX_RECORDINGS", 2)
-    double = GraphedFunction(lambda x: 2 * x, ReplayingRecorder())
-    for length in (1, 2, 3, 1, 2):
-        assert double(torch.ones(length)).tolist() == [2.0] * length
-    assert len(double) == 2
-
-
 def test_the_least_recently_used_recording_is_dropped_first(monkeypatch):
     """If the oldest recording were dropped, recordings used in turns would never be reused."""
     monkeypatch.setattr(graphs, "MAX_RECORDINGS", 2)
@@ -351,6 +322,7 @@ def test_the_least_recently_used_recording_is_dropped_first(monkeypatch):
     for length in (1, 2, 1, 3, 1, 3):
         assert double(torch.ones(length)).tolist() == [2.0] * length
     assert lengths == [1, 2, 3]
+    assert len(double) == 2
 
 
 @pytest.mark.parametrize("num_rows", range(1, 8))
@@ -373,13 +345,12 @@ def test_rows_leaving_a_batch_of_fixed_shapes_make_few_recordings(target, graphe
     texts = {}
     sizes = set()
     for one_target in (target, graphed):
-        texts[one_target] = [[] for _ in prompts]
-        limits = [19, 4, 11, 7, 16, 5]
+        steps, limits = [], [19, 4, 11, 7, 16, 5]
         seeds = {"generator": RowSeeds(range(6)), "max_new_tokens": limits}
         for step in generate(one_target, drafters[kind], SpeculativeSampling(sampling=Sampling()), prompts, **seeds):
-            for row, new in zip(step.rows, step.tokens, strict=True):
-                texts[one_target][row] += new
+            steps.append(step)
             sizes.add(one_target._cache.batch)
+        texts[one_target] = texts_of(steps, len(prompts))
     assert texts[graphed] == texts[target]
     assert [len(text) for text in texts[graphed]] == limits
     recorded = {shapes[1][0] for shapes in graphed._graphs._recorded}
@@ -421,21 +392,6 @@ def test_a_compiled_target_decodes_the_tokens_of_a_plain_one(target, redrafter, 
     for drafter in (NullDrafter(), redrafter):
         assert answers(compiled, drafter) == answers(target, drafter)
     assert 0 < num_traced <= 6, "few shapes, few compilations"
-
-
-def test_a_recorded_function_is_replayed_with_new_inputs():
-    recorder = ReplayingRecorder()
-    calls = []
-
-    def double(x: torch.Tensor) -> torch.Tensor:
-        calls.append(x)
-        return 2 * x
-
-    graphed = GraphedFunction(double, recorder)
-    for value in (1.0, 2.0, 3.0):
-        assert graphed(torch.full((2,), value)).tolist() == [2 * value] * 2
-    assert graphed(torch.ones(3)).tolist() == [2.0] * 3
-    assert len(calls) == len(graphed) == 2
 
 
 class FakeCuda:
@@ -508,16 +464,3 @@ def test_a_capture_that_fails_leaves_its_stream_and_its_pool(monkeypatch, failur
     recorder(lambda: torch.ones(1))
     assert cuda.captured_into == cuda.pools
     assert len(cuda.pools) == 2
-
-
-@pytest.mark.parametrize("randomness", ["row seeds", "greedy"])
-def test_copies_that_fill_a_batch_decode_their_rows_tokens(target, graphed, redrafter, randomness):
-    prompts = [torch.tensor([70 + row, 9, 8]) for row in range(6)]
-    rule = GreedyAcceptance() if randomness == "greedy" else SpeculativeSampling(sampling=Sampling())
-    texts = {}
-    for one_target in (target, graphed):
-        options = {"max_new_tokens": [19, 4, 11, 7, 16, 5], "generator": RowSeeds(range(6))}
-        texts[one_target] = [step.tokens for step in generate(one_target, redrafter, rule, prompts, **options)]
-    assert texts[graphed] == texts[target]
-    sizes = {shapes[1][0] for shapes in graphed._graphs._recorded}
-    assert sizes == {6, 4, 2, 1}

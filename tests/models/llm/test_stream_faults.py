@@ -169,16 +169,6 @@ def test_a_snapshot_of_the_hubs_cache_is_read_through_its_links(saved, expected,
         _ = logits(target), logits(target)
 
 
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs in /dev/shm")
-def test_weights_on_a_tmpfs_are_read(saved, expected):
-    folder = Path("/dev/shm") / f"outrider-test-{os.getpid()}"
-    try:
-        shutil.copytree(saved, folder)
-        assert torch.equal(logits(load_streamed(folder)), expected)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 # --- budgets
 
 

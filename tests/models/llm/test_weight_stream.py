@@ -275,6 +275,3 @@ def test_a_stream_is_collected_with_its_model() -> None:
     del model, stream
     gc.collect()
     assert gone() is None
-
-
-# Mutants: each breaks the stream in one way, and a pass must not survive it.
