@@ -20,10 +20,12 @@ TEXT = [[3, 4, 5, 6, 7, 8], [9, 1, 2, 0, 0, 0]]
 # After position 1 of the first text the continuation repeats the text. Elsewhere it leaves the
 # text, at once or later.
 CONTINUATIONS = {(0, 1): [5, 6, 7, 8], (0, 2): [6, 1, 2, UNKNOWN], (1, 0): [5, 5, UNKNOWN, UNKNOWN], (1, 1): [2, 4, 4, 4]}
+WHOLE = DraftVocabulary(size=VOCAB)
 HIDDEN = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
-def make_batch() -> DrafterBatch:
+@pytest.fixture
+def batch() -> DrafterBatch:
     continuations = torch.full((2, 6, 4), UNKNOWN)
     positions = torch.zeros(2, 6, dtype=torch.bool)
     for position, tokens in CONTINUATIONS.items():
@@ -36,6 +38,16 @@ def make_batch() -> DrafterBatch:
         continuations=continuations,
         hidden_states=HIDDEN,
     )
+
+
+@pytest.fixture
+def labels(batch: DrafterBatch) -> Labels:
+    return Labels.of(batch)
+
+
+@pytest.fixture
+def rows(labels: Labels) -> torch.Tensor:
+    return drafter_rows(labels)
 
 
 @pytest.fixture
@@ -59,13 +71,10 @@ def slow_loss(kind: LossKind, q: list[float], p: list[float] | None, label_q: fl
 
 @pytest.mark.parametrize("kind", LossKind)
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_losses_equal_those_of_a_loop_over_the_labels(kind, weights, heads):
+def test_losses_equal_those_of_a_loop_over_the_labels(kind, weights, heads, batch, labels, rows):
     target_head, head = heads
-    batch = make_batch()
-    labels = Labels.of(batch)
-    rows = drafter_rows(labels)
     objective = Objective(loss=kind, weights=weights, head=target_head)
-    actual = score(head, (rows,), labels, batch, objective, vocabulary=DraftVocabulary(size=VOCAB))
+    actual = score(head, (rows,), labels, batch, objective, vocabulary=WHOLE)
     rows = rows[labels.known]
 
     entries, row = [], 0  # depth, q, p, label, weight
@@ -114,10 +123,9 @@ def dense_loss(
 
 @pytest.mark.parametrize("vocabulary", [None, [1, 2, 4, 5, 7, 8]])
 @pytest.mark.parametrize("kind", LossKind)
-def test_the_gradient_is_that_of_a_dense_formula(kind, vocabulary, heads):
+def test_the_gradient_is_that_of_a_dense_formula(kind, vocabulary, heads, batch, labels):
     target_head, _ = heads
-    batch, torch_dtype = make_batch(), torch.float64
-    labels = Labels.of(batch)
+    torch_dtype = torch.float64
     outputs = DraftVocabulary(size=VOCAB, tokens=None if vocabulary is None else torch.tensor(vocabulary))
     inside = torch.arange(VOCAB) if vocabulary is None else torch.tensor(vocabulary)
     torch.manual_seed(3)
@@ -148,10 +156,8 @@ def test_the_gradient_is_that_of_a_dense_formula(kind, vocabulary, heads):
 
 @pytest.mark.parametrize("kind", LossKind)
 @pytest.mark.parametrize("vocabulary", [None, [1, 2, 4, 5, 7, 8]])
-def test_chunks_change_neither_loss_nor_gradient(kind, vocabulary, heads, monkeypatch):
+def test_chunks_change_neither_loss_nor_gradient(kind, vocabulary, heads, monkeypatch, batch, labels):
     target_head, _ = heads
-    batch = make_batch()
-    labels = Labels.of(batch)
     tokens = None if vocabulary is None else torch.tensor(vocabulary)
     outputs = DraftVocabulary(size=VOCAB, tokens=tokens)
     results = []
@@ -187,18 +193,15 @@ def test_a_loss_does_not_depend_on_padding(kind, heads):
         )
         labels = Labels.of(batch)
         objective = Objective(loss=kind, head=target_head)
-        loss = score(head, (drafter_rows(labels),), labels, batch, objective, vocabulary=DraftVocabulary(size=VOCAB))
+        loss = score(head, (drafter_rows(labels),), labels, batch, objective, vocabulary=WHOLE)
         losses.append(loss.sums.tolist())
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", LossKind)
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_a_loss_does_not_depend_on_how_a_step_is_split(kind, weights, heads):
+def test_a_loss_does_not_depend_on_how_a_step_is_split(kind, weights, heads, batch, labels, rows):
     target_head, head = heads
-    batch = make_batch()
-    labels = Labels.of(batch)
-    rows = drafter_rows(labels)
     objective, vocabulary = Objective(loss=kind, weights=weights, head=target_head), DraftVocabulary(size=VOCAB)
     whole = score(head, (rows,), labels, batch, objective, vocabulary=vocabulary).sums
     parts = torch.zeros(3)
@@ -227,12 +230,10 @@ def test_dpace_replaces_the_decay_of_depths():
 
 @pytest.mark.parametrize("kind", LossKind)
 @pytest.mark.parametrize("teacher", ["full", "top_k"])
-def test_a_label_outside_the_draft_vocabulary_adds_no_loss_as_a_teacher(kind, teacher, heads):
+def test_a_label_outside_the_draft_vocabulary_adds_no_loss_as_a_teacher(kind, teacher, heads, batch, labels):
     """Each would add the constant -log TINY, which would dominate the reported loss."""
     target_head, _ = heads
-    batch = make_batch()
     teacher_batch = batch if teacher == "full" else with_top(batch, target_head, 3)
-    labels = Labels.of(batch)
     outside = [token for token in range(VOCAB) if token not in {1, 4, 5}]
     vocabulary = DraftVocabulary(size=VOCAB, tokens=torch.tensor(outside))
     head, rows = nn.Linear(WIDTH, len(outside)), drafter_rows(labels)
@@ -249,16 +250,14 @@ def test_a_label_outside_the_draft_vocabulary_adds_no_loss_as_a_teacher(kind, te
 
 
 @pytest.mark.parametrize("many_outputs", [scoring.MANY_OUTPUTS, HIT_RANKS])
-def test_of_equal_logits_only_the_first_is_a_hit(heads, many_outputs, monkeypatch):
+def test_of_equal_logits_only_the_first_is_a_hit(heads, many_outputs, monkeypatch, batch, labels):
     """In 16 bits many logits are equal.
 
     If all of them counted as hits, training would report more accepted tokens than decoding has.
     """
     monkeypatch.setattr(scoring, "MANY_OUTPUTS", many_outputs)
-    batch = make_batch()
-    labels = Labels.of(batch)
     tied = torch.zeros(*labels.known.shape, VOCAB, dtype=torch.bfloat16)
-    loss = score(lambda rows: rows, (tied,), labels, batch, Objective(), vocabulary=DraftVocabulary(size=VOCAB))
+    loss = score(lambda rows: rows, (tied,), labels, batch, Objective(), vocabulary=WHOLE)
     tokens = labels.tokens[labels.known].tolist()
     assert loss.hits.sum(0).tolist() == [sum(token <= rank for token in tokens) for rank in range(10)]
 
@@ -277,15 +276,13 @@ def test_ranks_among_the_largest_logits_are_those_among_all(dtype, monkeypatch):
     assert set(among_all.tolist()) == set(range(HIT_RANKS + 1))
 
 
-def test_the_targets_head_is_applied_once_to_each_token_of_the_text(heads):
+def test_the_targets_head_is_applied_once_to_each_token_of_the_text(heads, batch, labels):
     """The head is as large as the drafter's, and neighbouring positions share their tokens."""
     target_head, head = heads
-    batch = make_batch()
-    labels = Labels.of(batch)
     num_rows: list[int] = []
     target_head.register_forward_hook(lambda module, args, output: num_rows.append(len(args[0])))
     objective = Objective(loss=LossKind.kl, head=target_head)
-    score(head, (drafter_rows(labels),), labels, batch, objective, vocabulary=DraftVocabulary(size=VOCAB))
+    score(head, (drafter_rows(labels),), labels, batch, objective, vocabulary=WHOLE)
     on_text = labels.on_text & labels.known
     met = labels.text_index[on_text].tolist()
     assert sum(num_rows) == len(set(met)) < len(met) < int(labels.known.sum())
@@ -306,10 +303,10 @@ def with_top(batch: DrafterBatch, target_head: nn.Linear, k: int) -> DrafterBatc
 
 @pytest.mark.parametrize("kind", LossKind)
 @pytest.mark.parametrize("vocabulary", [None, [1, 2, 4, 5, 7, 8]])
-def test_top_k_of_the_whole_vocabulary_equals_the_full_teacher(kind, vocabulary, heads):
+def test_top_k_of_the_whole_vocabulary_equals_the_full_teacher(kind, vocabulary, heads, batch, labels):
     target_head, _ = heads
-    batch, outputs = make_batch(), DraftVocabulary(size=VOCAB, tokens=None if vocabulary is None else torch.tensor(vocabulary))
-    labels, results = Labels.of(batch), []
+    outputs = DraftVocabulary(size=VOCAB, tokens=None if vocabulary is None else torch.tensor(vocabulary))
+    results = []
     for teacher, teacher_batch in (("full", batch), ("top_k", with_top(batch, target_head, VOCAB))):
         torch.manual_seed(3)
         head, rows = nn.Linear(WIDTH, outputs.num_outputs), drafter_rows(labels).requires_grad_()
@@ -323,16 +320,14 @@ def test_top_k_of_the_whole_vocabulary_equals_the_full_teacher(kind, vocabulary,
 
 
 @pytest.mark.parametrize("kind", [LossKind.kl, LossKind.kl_acceptance])
-def test_the_top_k_teacher_treats_all_other_tokens_as_one_outcome(kind, heads):
+def test_the_top_k_teacher_treats_all_other_tokens_as_one_outcome(kind, heads, batch, labels, rows):
     """The expected loss is a loop over k + 1 outcomes, and a lower bound of the full loss."""
     target_head, head = heads
-    batch, k = make_batch(), 3
-    labels = Labels.of(batch)
-    rows = drafter_rows(labels)
+    k = 3
 
     def loss_sums(teacher: str, teacher_batch: DrafterBatch) -> list[float]:
         objective = Objective(loss=kind, head=target_head, teacher=teacher)
-        return score(head, (rows,), labels, teacher_batch, objective, vocabulary=DraftVocabulary(size=VOCAB)).sums.tolist()
+        return score(head, (rows,), labels, teacher_batch, objective, vocabulary=WHOLE).sums.tolist()
 
     known_rows, sums, row = rows[labels.known], [0.0] * 3, 0
     for (text, position), tokens in sorted(CONTINUATIONS.items()):
@@ -358,46 +353,36 @@ def test_the_top_k_teacher_treats_all_other_tokens_as_one_outcome(kind, heads):
 
 
 @pytest.mark.parametrize("kind", LossKind)
-def test_a_drafter_certain_of_the_top_k_tokens_has_a_finite_gradient(kind, heads):
+def test_a_drafter_certain_of_the_top_k_tokens_has_a_finite_gradient(kind, heads, batch, labels):
     """In float32 the probability of all other tokens is then 0, whose logarithm is not finite."""
     target_head, _ = heads
-    batch = make_batch()
-    labels = Labels.of(batch)
     teacher_batch = with_top(batch, target_head, 2)
     logits = torch.full((*labels.known.shape, VOCAB), -100.0)
     logits.scatter_(2, teacher_batch.top_tokens.flatten(0, 1)[labels.text_index].long().clamp(min=0), 100.0)
     logits.requires_grad_()
     objective = Objective(loss=kind, teacher="top_k")
-    loss = score(lambda rows: rows, (logits,), labels, teacher_batch, objective, vocabulary=DraftVocabulary(size=VOCAB))
+    loss = score(lambda rows: rows, (logits,), labels, teacher_batch, objective, vocabulary=WHOLE)
     loss.sums.sum().backward()
     assert loss.sums.isfinite().all()
     assert logits.grad.isfinite().all()
 
 
-def test_without_stored_top_tokens_the_label_is_the_teacher(heads):
+def test_without_stored_top_tokens_the_label_is_the_teacher(heads, batch, labels, rows):
     """The teacher must not be a distribution with all its mass on "any other token"."""
     target_head, head = heads
-    batch = make_batch()
-    labels = Labels.of(batch)
-    rows = drafter_rows(labels)
     teacher_batch = with_top(batch, target_head, 3)
     nothing = replace(teacher_batch, top_tokens=torch.full_like(teacher_batch.top_tokens, UNKNOWN))
     top = Objective(loss=LossKind.kl, teacher="top_k")
-    losses = [
-        score(head, (rows,), labels, nothing, objective, vocabulary=DraftVocabulary(size=VOCAB)).sums
-        for objective in (top, Objective())
-    ]
+    losses = [score(head, (rows,), labels, nothing, objective, vocabulary=WHOLE).sums for objective in (top, Objective())]
     assert torch.equal(*losses)
     with pytest.raises(ValueError, match=r"the teacher top_k needs the target's top-k tokens.*distill\.top_logprobs"):
-        score(head, (rows,), labels, batch, top, vocabulary=DraftVocabulary(size=VOCAB))
+        score(head, (rows,), labels, batch, top, vocabulary=WHOLE)
 
 
-def test_a_loss_against_the_target_needs_its_head(heads):
-    batch = make_batch()
-    labels = Labels.of(batch)
-    objective, vocabulary = Objective(loss=LossKind.kl), DraftVocabulary(size=VOCAB)
+def test_a_loss_against_the_target_needs_its_head(heads, batch, labels):
+    objective = Objective(loss=LossKind.kl)
     with pytest.raises(ValueError, match="the loss kl needs the target's head"):
-        score(heads[1], (drafter_rows(labels),), labels, batch, objective, vocabulary=vocabulary)
+        score(heads[1], (drafter_rows(labels),), labels, batch, objective, vocabulary=WHOLE)
 
 
 @pytest.mark.parametrize(("field", "names"), [("weights", "uniform, dpace"), ("teacher", "full, top_k")])
