@@ -20,7 +20,7 @@ from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.options import BlockConfig
 from outrider.models.llm.hf_target import HFTarget
 
-from ...decoded import texts_of
+from ...decoded import answers_of
 from .test_eagle import FAMILIES, PROMPTS, VOCAB, make, make_batch, make_target, rotate
 
 BLOCK = 3
@@ -81,11 +81,6 @@ def slow_block_of_tokens(drafter: Block, features: torch.Tensor, first_token: in
     return outputs[[min(token, len(outputs) - 1) for token in range(BLOCK)]]
 
 
-def answer(target: HFTarget, drafter: Any, texts: list[torch.Tensor]) -> list[list[int]]:
-    """Return the greedy answers of a batch."""
-    return texts_of(generate(target, drafter, GreedyAcceptance(), texts, max_new_tokens=9), len(texts))
-
-
 def labelled(batch: DrafterBatch) -> list[tuple[int, int, int]]:
     """List the row, the position and the first continued token of each label."""
     rows = batch.positions.nonzero().tolist()
@@ -140,10 +135,9 @@ def test_a_block_reads_nothing_after_its_position(llama: HFTarget) -> None:
 @pytest.mark.parametrize("form", sorted(FORMS))
 def test_decoding_reads_each_block_like_the_slow_version(llama: HFTarget, form: str) -> None:
     drafter = block_drafter(llama, **FORMS[form], width=4, tree_nodes=6)
-    texts = [torch.tensor(prompt) for prompt in PROMPTS]
     with patch.object(Block, "search_slots", autospec=True, side_effect=Block.search_slots) as searched, torch.inference_mode():
-        answers = answer(llama, drafter, texts)
-    assert answers == answer(llama, NullDrafter(), texts)
+        answers = answers_of(llama, drafter, PROMPTS, 9)
+    assert answers == answers_of(llama, NullDrafter(), PROMPTS, 9)
     # The first call has all rows; its texts are the prompts, and the answers' first tokens.
     hidden = searched.call_args_list[0].args[1]
     for row, prompt in enumerate(PROMPTS):
@@ -303,7 +297,7 @@ def test_trees_are_as_deep_as_depth_says_and_decode_losslessly(llama: HFTarget, 
     drafter = drafter.to(llama.dtype)
     deepest = 0
     with patch_propose(drafter) as trees:
-        texts = [decoded(llama, proposer) for proposer in (drafter, NullDrafter())]
+        texts = [answers_of(llama, proposer, PROMPTS, 12) for proposer in (drafter, NullDrafter())]
     assert texts[0] == texts[1]
     for tree in trees:
         assert tree.num_nodes <= drafter.max_nodes
@@ -327,11 +321,6 @@ def patch_propose(drafter: Block) -> Iterator[list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drafter, "propose", collecting)
         yield trees
-
-
-def decoded(target: HFTarget, drafter: Any) -> list[list[int]]:
-    prompts = [torch.tensor(prompt) for prompt in PROMPTS]
-    return texts_of(generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=12), len(PROMPTS))
 
 
 def test_a_search_without_bounds_is_refused() -> None:

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.models.decoding import GreedyAcceptance, Prompts, generate
+from outrider.models.decoding import Prompts
 from outrider.models.decoding.tree import accepted_path, chain_tree
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.beams import pack
 from outrider.models.drafters.medusa import Medusa
 
-from ...decoded import texts_of
+from ...decoded import answers_of
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
 # Fresh weights at random: those that start as the target's add nothing to what a drafter reads, so its
@@ -74,17 +74,12 @@ class Foreign:
         return self.inner.select(state[0], rows), state[1], [state[2][row] for row in rows]
 
 
-def decode(target, drafter, prompts, num_new=14) -> list[list[int]]:
-    texts = [torch.tensor(prompt) for prompt in prompts]
-    return texts_of(generate(target, drafter, GreedyAcceptance(), texts, max_new_tokens=num_new), len(prompts))
-
-
 def test_drafts_after_skipped_steps_and_foreign_trees_are_those_of_the_text(target, drafter):
     """A drafter asked in every third step must draft as one that was asked in every step."""
-    plain = decode(target, NullDrafter(), PROMPTS)
+    plain = answers_of(target, NullDrafter(), PROMPTS, 14)
     always, seldom = Foreign(drafter, plain, 1), Foreign(drafter, plain, 3)
-    assert decode(target, always, PROMPTS) == plain
-    assert decode(target, seldom, PROMPTS) == plain
+    assert answers_of(target, always, PROMPTS, 14) == plain
+    assert answers_of(target, seldom, PROMPTS, 14) == plain
     assert len(seldom.searches) >= 2
     for expected, actual in zip(always.searches[::3], seldom.searches, strict=True):
         assert torch.equal(expected[0], actual[0])
@@ -95,9 +90,9 @@ def test_drafts_after_skipped_steps_and_foreign_trees_are_those_of_the_text(targ
 @pytest.mark.parametrize("drafter", ["draft_model", "eagle3"], indirect=True)
 def test_a_drafter_that_is_never_asked_reads_its_text_now_and_then(target, drafter, monkeypatch):
     monkeypatch.setattr("outrider.models.drafters.cached_drafter.MAX_UNREAD", 6)
-    plain = decode(target, NullDrafter(), PROMPTS, 40)
+    plain = answers_of(target, NullDrafter(), PROMPTS, 40)
     always, seldom = Foreign(drafter, plain, 1), Foreign(drafter, plain, 11)
-    assert decode(target, always, PROMPTS, 40) == decode(target, seldom, PROMPTS, 40) == plain
+    assert answers_of(target, always, PROMPTS, 40) == answers_of(target, seldom, PROMPTS, 40) == plain
     assert len(seldom.searches) >= 2
     for expected, actual in zip(always.searches[::11], seldom.searches, strict=True):
         assert torch.equal(expected[0], actual[0])

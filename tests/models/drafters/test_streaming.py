@@ -39,7 +39,8 @@ from outrider.models.drafters.suffix import Suffix, SuffixConfig
 from outrider.models.drafters.training_free import Candidates
 from outrider.models.llm.hf_target import HFTarget
 
-from ...decoded import texts_of
+from ...decoded import answers_of, texts_of
+from ..paths import path_to
 
 PROMPT = [1, 70, 71, 72, 2, 70, 71, 72, 5, 6, 70, 71]
 NUM_NEW = 40
@@ -75,8 +76,7 @@ def build(kind: str, target: HFTarget, twin: HFTarget) -> Any:
 
 
 def plain_answer(target: HFTarget, num_new: int = NUM_NEW) -> list[int]:
-    steps = generate(target, NullDrafter(), GreedyAcceptance(), [torch.tensor(PROMPT)], max_new_tokens=num_new)
-    return texts_of(steps, 1)[0]
+    return answers_of(target, NullDrafter(), [PROMPT], num_new)[0]
 
 
 @dataclass
@@ -118,14 +118,6 @@ def stream(
         text += new
         num_accepted += len(new) - 1
     yield Moment(text=[*text], state=state, tree=drafter.tree(state), num_accepted=num_accepted)
-
-
-def path_to(tree: GrowingTree, node: int) -> list[int]:
-    path: list[int] = []
-    while node != NO_NODE:
-        path.insert(0, tree.tokens[node])
-        node = tree.parents[node]
-    return path
 
 
 def links(tree: GrowingTree) -> dict[tuple[int, ...], float]:
@@ -212,35 +204,6 @@ def test_a_grow_costs_one_draft_pass_and_a_follow_none(target, twin, monkeypatch
 
 
 # --- draft models
-
-
-@pytest.mark.parametrize("kind", ["draft_model", pytest.param("model + free", marks=pytest.mark.slow)])
-def test_keys_and_values_of_the_tree_are_those_of_a_fresh_read(target, twin, monkeypatch, kind):
-    """The logits of every node that is read are those of its whole text."""
-    likeliest, logits = growing_draft.likeliest_children, []
-    monkeypatch.setattr(growing_draft, "likeliest_children", lambda values: (logits.append(values[0]), likeliest(values))[1])
-    read, num_read, num_kept = growing_draft.GrowingModel.read, 0, 0
-    pending: list[list[list[int]]] = []
-
-    def watched(self, state, reads, *_):
-        pending.append([path_to(state.rows[0].tree, node) for node in reads[0]])
-        return read(self, state, reads)
-
-    monkeypatch.setattr(growing_draft.GrowingModel, "read", watched)
-    drafter = streaming_drafter(build(kind, target, twin))
-    for moment in stream(target, drafter, num_nodes=1):
-        for paths, values in zip(pending, logits, strict=True):
-            for path, actual in zip(paths, values, strict=True):
-                expected = twin.model(torch.tensor([[*moment.text, *path]])).logits[0, -1]
-                torch.testing.assert_close(actual, expected, atol=1e-10, rtol=0)
-                num_read += 1
-        # Nodes that the last step has left have children already.
-        num_kept += sum(entry != UNREAD for entry in models_tree(moment.state).cache_entries)
-        num_kept -= sum(bool(path) for paths in pending for path in paths)
-        pending.clear()
-        logits.clear()
-    assert num_read > 50
-    assert num_kept > 10, "nodes outlive a step"
 
 
 def models_tree(state: Any) -> GrowingTree:
@@ -343,7 +306,7 @@ def test_the_likeliest_leaf_is_extended_by_every_source(target, twin):
         assert drafter.grow(state)
         if leaves:
             assert first.asked[-1] == [root, *path_to(state.tree, state.tree.follow(first.asked[-1][1:])[-1])]
-            assert first.asked[-1][1:] == path_of_row(row, leaves[0]), "the likeliest leaf"
+            assert first.asked[-1][1:] == path_to(row, leaves[0]), "the likeliest leaf"
             num_leaves += 1
         assert first.asked == second.asked
     assert num_leaves > 2
@@ -364,14 +327,6 @@ def test_the_likeliest_leaf_is_extended_by_every_source(target, twin):
         assert row.tokens[merged] == path[-1]
         assert any(source.source == 0 and number == node for source, number in row.places[merged])
         assert row.children[merged], "the model's tokens hang from a path of others"
-
-
-def path_of_row(row: Any, node: int) -> list[int]:
-    path: list[int] = []
-    while node != NO_NODE:
-        path.insert(0, row.tokens[node])
-        node = row.parents[node]
-    return path
 
 
 def test_equal_prefixes_of_sources_are_one_node(target, twin):

@@ -21,6 +21,7 @@ from outrider.models.llm import tree_cache
 from outrider.models.llm.graphed_rule import GraphedRule
 from outrider.models.llm.hf_target import HFTarget
 
+from ...decoded import texts_of
 from ..recorder import PoolRecorder, ReplayingRecorder
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47], [70, 71]]
@@ -53,11 +54,7 @@ def figures(steps):
 
 
 def answers(steps):
-    texts = [[] for _ in steps[0].rows]
-    for step in steps:
-        for row, tokens in zip(step.rows, step.tokens, strict=True):
-            texts[row] += tokens
-    return texts
+    return texts_of(steps, len(steps[0].rows))
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -26,6 +26,7 @@ from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.identity import weights_digest
 from outrider.models.llm.loading import load_target
 
+from ....decoded import answers_of
 from ....tiny_models import save_tiny_target
 
 
@@ -45,8 +46,7 @@ def changed(sibling, tmp_path: Path) -> Path:
 
 
 def answer(target, drafter) -> list[int]:
-    steps = generate(target, drafter, GreedyAcceptance(), torch.tensor([[1, 70, 71, 72, 70, 71]]), max_new_tokens=24)
-    return [token for step in steps for row in step.tokens for token in row]
+    return answers_of(target, drafter, [[1, 70, 71, 72, 70, 71]], 24)[0]
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

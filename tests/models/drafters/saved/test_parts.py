@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from outrider.data.files import read_json, write_json
-from outrider.models.decoding import GreedyAcceptance
-from outrider.models.decoding.loop import generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.merged import MergedDrafter
 from outrider.models.drafters.prompt_lookup import PromptLookup
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.drafters.saved.loading import trained_parts
 from outrider.models.drafters.saved.parts import parse_drafter_name
+
+from ....decoded import answers_of
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,7 @@ def redrafter(make_folder) -> Path:
 
 
 def answer(target, drafter) -> list[int]:
-    prompt = torch.tensor([[1, 70, 71, 72, 70, 71]])
-    steps = generate(target, drafter, GreedyAcceptance(), prompt, max_new_tokens=24)
-    return [token for step in steps for row in step.tokens for token in row]
+    return answers_of(target, drafter, [[1, 70, 71, 72, 70, 71]], 24)[0]
 
 
 def test_each_kind_of_name_loads_a_drafter_that_changes_no_token(target, redrafter):
