@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import shutil
 import weakref
 from dataclasses import replace
@@ -36,38 +37,35 @@ def config(directory: Path) -> TargetConfig:
     return TargetConfig(name_or_path=str(directory), dtype="float32")
 
 
-def test_a_directory_without_weights_is_named_before_loading(copy):
-    (copy / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="has no weights"):
-        load_target(config(copy))
-
-
-def test_a_directory_without_config_or_none_at_all_is_named(copy, tmp_path):
-    (copy / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"no config\.json"):
-        load_target(config(copy))
-    with pytest.raises(ValueError, match="there is no such directory"):
-        load_target(config(tmp_path / "nowhere"))
-
-
-def test_a_missing_tensor_is_an_error_and_not_random(copy):
-    model_config = json.loads((copy / "config.json").read_text())
-    model_config["num_hidden_layers"] = 3
-    (copy / "config.json").write_text(json.dumps(model_config))
-    with pytest.raises(ValueError, match="they would be random"):
-        load_target(config(copy))
-
-
-def test_a_truncated_weight_file_cannot_be_loaded(copy):
-    path = copy / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match="can't be loaded"):
-        load_target(config(copy))
+def change(path: Path, **fields) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def resize(folder, vocab_size):
     stored = json.loads((folder / "config.json").read_text())
     LlamaForCausalLM(LlamaConfig(**{**stored, "vocab_size": vocab_size})).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+        (lambda folder: (folder / "config.json").unlink(), r"no config\.json"),
+        (shutil.rmtree, "there is no such directory"),
+        (lambda folder: change(folder / "config.json", num_hidden_layers=3), "they would be random"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 1000), "can't be loaded"),
+        (lambda folder: os.truncate(folder / "config.json", 20), r"config\.json is not a JSON file"),
+        (
+            lambda folder: change(folder / "config.json", hidden_size=64),
+            "can't be loaded.*Do config.json, tokenizer and weights belong together",
+        ),
+        (lambda folder: resize(folder, 400), "has 300 tokens and the model 400, far more than padding explains"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(copy, damage, message):
+    damage(copy)
+    with pytest.raises(ValueError, match=message):
+        load_target(config(copy))
 
 
 def test_a_tokenizer_of_a_larger_vocabulary_is_refused(copy):
@@ -105,8 +103,7 @@ def test_a_token_that_only_the_tokenizer_knows_is_an_error_where_a_text_has_it(c
     assert tokenizer_digest(exported) == target.identity.tokenizer_sha256
     assert GenerationConfig.from_pretrained(tmp_path / "export").pad_token_id is None
     # No answer can end with it.
-    path = copy / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 300}))
+    change(copy / "generation_config.json", eos_token_id=300)
     with pytest.raises(ValueError, match=r"ends its answers with the tokens \(300,\), and can't answer with 300: .*"):
         load_target(config(copy))
 
@@ -114,8 +111,7 @@ def test_a_token_that_only_the_tokenizer_knows_is_an_error_where_a_text_has_it(c
 def test_a_stop_token_outside_of_the_tokenizer_is_an_error_and_another_a_warning(copy, caplog):
     resize(copy, 310)
     for stop, is_warning in ((299, True), (300, False)):
-        path = copy / "generation_config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": stop}))
+        change(copy / "generation_config.json", eos_token_id=stop)
         if is_warning:
             load_target(config(copy))
             assert "are these the tokenizer files of this model?" in caplog.text
@@ -223,29 +219,10 @@ def test_an_old_cache_is_freed_at_once(target, release):
         gc.enable()
 
 
-def test_a_truncated_configuration_is_named_as_such(copy):
-    (copy / "config.json").write_text('{"model_type": "lla')
-    with pytest.raises(ValueError, match=r"config\.json is not a JSON file"):
-        load_target(config(copy))
-
-
-def test_weights_of_another_size_are_an_error(copy):
-    path = copy / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": 64}))
-    with pytest.raises(ValueError, match="can't be loaded.*Do config.json, tokenizer and weights belong together"):
-        load_target(config(copy))
-
-
 @pytest.mark.parametrize("device", ["meta", "cuda:77", "nonsense"])
 def test_a_device_that_is_not_there_is_named(copy, device):
     with pytest.raises(ValueError, match=f"there is no device '{device}'"):
         load_target(replace(config(copy), device=device))
-
-
-def test_a_tokenizer_much_smaller_than_the_model_is_refused(copy):
-    resize(copy, 400)
-    with pytest.raises(ValueError, match="has 300 tokens and the model 400, far more than padding explains"):
-        load_target(config(copy))
 
 
 def test_a_target_that_failed_the_probe_fails_again(target, prompt, monkeypatch):
