@@ -16,7 +16,6 @@ from outrider.models.drafters import build_drafter, load_drafter, parse_drafter,
 from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.medusa import Medusa, likeliest_paths
 from outrider.models.drafters.objective import HIT_RANKS, Loss, Objective
-from outrider.models.drafters.options import MedusaConfig
 
 PROMPTS = [torch.tensor(prompt) for prompt in ([1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47])]
 SHAPES = [
@@ -46,7 +45,7 @@ def make_batch(target, tokens: list[list[int]]) -> DrafterBatch:
         attention_mask=torch.ones(1, seq, dtype=torch.bool),
         positions=(torch.arange(seq) < len(tokens))[None],
         continuations=continuations,
-        hidden_states=torch.randn(1, seq, target.hidden_size, generator=torch.Generator().manual_seed(1)),
+        hidden_states=torch.randn(1, seq, target.hidden_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64),
     )
 
 
@@ -274,7 +273,11 @@ def test_impossible_options_of_medusa_are_named(target, options, message):
         build_drafter(parse_drafter({"kind": "medusa", **options}), target)
 
 
-def test_the_configuration_names_every_option():
-    folder = Path(conf.__file__).parent / "drafter"
-    medusa = OmegaConf.to_container(OmegaConf.load(folder / "medusa.yaml"))
-    assert medusa == {"kind": "medusa", **asdict(MedusaConfig())}
+@pytest.mark.parametrize(
+    ("kind", "unnamed"), [("block", {"depth"}), ("draft_model", {"architecture"}), ("eagle", set()), ("medusa", set())]
+)
+def test_an_options_file_holds_the_defaults(kind, unnamed):
+    options = OmegaConf.to_container(OmegaConf.load(Path(conf.__file__).parent / "drafter" / f"{kind}.yaml"))
+    defaults = parse_drafter({"kind": kind})
+    assert parse_drafter(options) == defaults
+    assert asdict(defaults.config).keys() - options.keys() == unnamed

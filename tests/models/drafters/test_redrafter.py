@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from outrider.data.types import UNKNOWN, DrafterBatch
+from outrider.data.types import UNKNOWN
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.redrafter import Redrafter
+
+from .test_medusa import make_batch
 
 
 def make(target, **options) -> Redrafter:
@@ -17,23 +19,6 @@ def make(target, **options) -> Redrafter:
     for parameter in drafter.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return drafter
-
-
-def make_batch(target, tokens: list[list[int]]) -> DrafterBatch:
-    """Make one row whose first positions have the given continuations."""
-    continuations = torch.full((1, len(tokens) + 1, len(tokens[0])), UNKNOWN)
-    continuations[0, : len(tokens)] = torch.tensor(tokens)
-    positions = torch.zeros(1, len(tokens) + 1, dtype=torch.bool)
-    positions[0, : len(tokens)] = True
-    generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(1, len(tokens) + 1, target.hidden_size, generator=generator, dtype=torch.float64)
-    return DrafterBatch(
-        input_ids=torch.zeros(1, len(tokens) + 1, dtype=torch.long),
-        attention_mask=torch.ones(1, len(tokens) + 1, dtype=torch.bool),
-        positions=positions,
-        continuations=continuations,
-        hidden_states=hidden,
-    )
 
 
 def slow_log_probs(drafter: Redrafter, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
