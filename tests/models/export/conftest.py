@@ -33,6 +33,9 @@ from outrider.models.llm.loading import load_target
 from ...tiny_models import IDENTITY
 
 HIDDEN, VOCAB = 32, 300
+PROMPT = torch.tensor([[1, 70, 71, 72, 2]])
+BATCH = torch.tensor([[0, 0, 9, 8, 7], [40, 41, 42, 43, 44], [0, 0, 0, 0, 70]])
+MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -48,8 +51,6 @@ KINDS: dict[str, dict[str, Any]] = {
     # all layers of the target: always right
     "draft_model": {"init": "target_layers", "num_layers": 2},
 }
-
-Package = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
@@ -140,3 +141,9 @@ def package_dirs(drafter_dirs: dict[str, Path], tmp_path_factory: pytest.TempPat
     for kind, folder in folders.items():
         make_package(drafter_dirs[kind], folder, f"# A {kind}\n")
     return folders
+
+
+@pytest.fixture
+def package(package_dirs: dict[str, Path]) -> str:
+    """Return the package whose drafts are all accepted, so that a step yields several tokens."""
+    return str(package_dirs["draft_model"])

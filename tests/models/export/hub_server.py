@@ -78,28 +78,13 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None:
         pass
 
-    def do_GET(self) -> None:
-        self.answer("GET")
-
-    def do_HEAD(self) -> None:
-        self.answer("HEAD")
-
-    def do_POST(self) -> None:
-        self.answer("POST")
-
-    def do_PUT(self) -> None:
-        self.answer("PUT")
-
-    def do_DELETE(self) -> None:
-        self.answer("DELETE")
-
-    def answer(self, method: str) -> None:
+    def answer(self) -> None:
         path = urlsplit(self.path).path
-        self.hub.requests.append(f"{method} {path}")
+        self.hub.requests.append(f"{self.command} {path}")
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         try:
             for part, status in self.hub.refused.items():
-                if part in f"{method} {path}":
+                if part in f"{self.command} {path}":
                     raise RefusalError(status, message=self.hub.message)
             for pattern, handle in ROUTES:
                 if match := re.fullmatch(pattern, path):
@@ -109,17 +94,17 @@ class _Handler(BaseHTTPRequestHandler):
                 raise RefusalError(404)
         except RefusalError as refusal:
             headers = {"X-Error-Code": refusal.code, "X-Error-Message": refusal.message}
-            self.reply(refusal.status, json.dumps({"error": refusal.message}).encode(), headers, method)
+            self.reply(refusal.status, json.dumps({"error": refusal.message}).encode(), headers)
             return
         content = value if isinstance(value, bytes) else json.dumps(value).encode()
-        self.reply(200, content, headers, method)
+        self.reply(200, content, headers)
 
-    def reply(self, status: int, content: bytes, headers: dict[str, str], method: str) -> None:
+    def reply(self, status: int, content: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
         for name, value in {"Content-Type": "application/json", **headers, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
         self.end_headers()
-        if method != "HEAD":
+        if self.command != "HEAD":
             self.wfile.write(content)
 
     # --- permissions
@@ -223,6 +208,8 @@ class _Handler(BaseHTTPRequestHandler):
         return files[path], {"X-Repo-Commit": sha, "ETag": f'"{git_digest(files[path])}"', "Accept-Ranges": "none"}
 
 
+for method in ("GET", "HEAD", "POST", "PUT", "DELETE"):
+    setattr(_Handler, f"do_{method}", _Handler.answer)
 ROUTES: list[tuple[str, Any]] = [
     ("/api/repos/create", _Handler.create),
     ("/api/validate-yaml", _Handler.validate),

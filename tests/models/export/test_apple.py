@@ -53,25 +53,11 @@ def make(target, **options):
 
 def their_folder(directory: Path, *, layers: int, exit_dim: int) -> Path:
     """Write a folder as Apple's release saves one, with random weights."""
+    config = {"hidden_size": HIDDEN, "exit_dim": exit_dim, "num_draft_layers": layers, "rnn": True, "vocab_size": VOCAB}
     generator = torch.Generator().manual_seed(1)
-
-    def weight(*shape):
-        return 0.3 * torch.randn(*shape, generator=generator)
-
-    tensors = {f"lm_head.{layers}.weight": weight(VOCAB, exit_dim)}
-    for layer in range(layers):
-        tensors[f"lm_head.{layer}.linear.weight"] = weight(exit_dim, exit_dim)
-        tensors[f"lm_head.{layer}.linear.bias"] = weight(exit_dim)
-    if exit_dim != 2 * HIDDEN:
-        tensors |= {"input_proj.weight": weight(exit_dim, 2 * HIDDEN), "input_proj.bias": weight(exit_dim)}
-    tensors |= {
-        "rnn_u.weight": weight(HIDDEN, HIDDEN),
-        "rnn_u.bias": weight(HIDDEN),
-        "rnn_w.weight": weight(HIDDEN, HIDDEN),
-    }
+    tensors = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in mlx_names(config).items()}
     directory.mkdir()
     safetensors.torch.save_file(tensors, directory / "model.safetensors")
-    config = {"hidden_size": HIDDEN, "exit_dim": exit_dim, "num_draft_layers": layers, "rnn": True, "vocab_size": VOCAB}
     general = {"model_type": "recurrent_drafting_drafter", "architectures": ["Drafter"], "num_lookback_tokens": -1}
     (directory / "config.json").write_text(json.dumps(config | general | {"torch_dtype": "float32"}))
     return directory

@@ -20,17 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, S
 from outrider.models.export.bound_drafters import ATTRIBUTE, bind, drafters_of
 from outrider.models.export.custom_generate import generate
 
-PROMPT = torch.tensor([[1, 70, 71, 72, 2]])
+from .conftest import PROMPT
 
 
-@pytest.fixture
-def folder(package_dirs: dict[str, Path]) -> str:
-    # Its drafts are accepted, so that a step yields several tokens.
-    return str(package_dirs["draft_model"])
-
-
-def test_a_model_in_training_mode_is_refused(model, folder):
-    options = {"drafter": folder, "input_ids": PROMPT, "max_new_tokens": 3}
+def test_a_model_in_training_mode_is_refused(model, package):
+    options = {"drafter": package, "input_ids": PROMPT, "max_new_tokens": 3}
     with pytest.raises(ValueError, match=r"in training mode.*call model.eval\(\)"):
         generate(model.train(), **options)
     model.eval().get_decoder().layers[1].train()
@@ -40,37 +34,37 @@ def test_a_model_in_training_mode_is_refused(model, folder):
     generate(model, **options)
 
 
-def test_autocast_is_refused(model, folder):
+def test_autocast_is_refused(model, package):
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=r"leave autocast, and load the model"):
-        generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=3)
+        generate(model, drafter=package, input_ids=PROMPT, max_new_tokens=3)
 
 
-def test_a_model_that_reads_more_than_tokens_is_refused(model, folder):
+def test_a_model_that_reads_more_than_tokens_is_refused(model, package):
     """PEFT's prompt tuning puts virtual tokens before the text; they would be dropped silently."""
     prepare = model.prepare_inputs_for_generation
     model.prepare_inputs_for_generation = lambda *args, **kwargs: prepare(*args, **kwargs)
     with pytest.raises(ValueError, match="something changes the model's inputs"):
-        generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=3)
+        generate(model, drafter=package, input_ids=PROMPT, max_new_tokens=3)
     model.prepare_inputs_for_generation = prepare  # PEFT leaves this attribute on the model
-    generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=3)
+    generate(model, drafter=package, input_ids=PROMPT, max_new_tokens=3)
 
 
-def test_wrapped_embeddings_are_refused_by_name(model, folder):
+def test_wrapped_embeddings_are_refused_by_name(model, package):
     model.set_input_embeddings(torch.nn.Sequential(model.get_input_embeddings()).eval())
     with pytest.raises(ValueError, match=r"a torch.*Sequential in place of an nn.Embedding.*merge_and_unload"):
-        generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=3)
+        generate(model, drafter=package, input_ids=PROMPT, max_new_tokens=3)
 
 
-def test_a_model_dispatched_to_one_device_decodes_and_an_offloaded_one_is_an_error(model, folder):
+def test_a_model_dispatched_to_one_device_decodes_and_an_offloaded_one_is_an_error(model, package):
     plain = model.generate(input_ids=PROMPT, max_new_tokens=8)
     dispatched = dispatch_model(model, {"": "cpu"}, force_hooks=True)
-    assert torch.equal(generate(dispatched, drafter=folder, input_ids=PROMPT, max_new_tokens=8), plain)
+    assert torch.equal(generate(dispatched, drafter=package, input_ids=PROMPT, max_new_tokens=8), plain)
     remove_hook_from_module(model, recurse=True)
     with pytest.raises(ValueError, match=r"weights lie on elsewhere \(offloaded\).*load it on one"):
-        generate(cpu_offload(model, torch.device("cpu")), drafter=folder, input_ids=PROMPT, max_new_tokens=8)
+        generate(cpu_offload(model, torch.device("cpu")), drafter=package, input_ids=PROMPT, max_new_tokens=8)
 
 
-def test_a_call_from_a_second_thread_is_an_error_and_the_first_finishes(model, folder):
+def test_a_call_from_a_second_thread_is_an_error_and_the_first_finishes(model, package):
     waits, may_go_on = Event(), Event()
 
     class Waits(StoppingCriteria):
@@ -79,7 +73,7 @@ def test_a_call_from_a_second_thread_is_an_error_and_the_first_finishes(model, f
             assert may_go_on.wait(60)
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
-    options = {"drafter": folder, "input_ids": PROMPT, "max_new_tokens": 8}
+    options = {"drafter": package, "input_ids": PROMPT, "max_new_tokens": 8}
     with ThreadPoolExecutor(1) as other:
         answer = other.submit(lambda: generate(model, **options, stopping_criteria=StoppingCriteriaList([Waits()])))
         assert waits.wait(60)
@@ -92,9 +86,9 @@ def test_a_call_from_a_second_thread_is_an_error_and_the_first_finishes(model, f
     assert torch.equal(generate(model, **options), answer.result())
 
 
-def test_a_nested_call_during_a_tree_pass_is_an_error(model, folder):
+def test_a_nested_call_during_a_tree_pass_is_an_error(model, package):
     """During such a pass the model's attention implementation is ours, not the user's."""
-    options, settings = {"drafter": folder, "input_ids": PROMPT, "max_new_tokens": 8}, set()
+    options, settings = {"drafter": package, "input_ids": PROMPT, "max_new_tokens": 8}, set()
 
     def call(*_: Any) -> None:
         settings.add(model.config._attn_implementation)
@@ -122,12 +116,6 @@ def test_a_drafter_is_loaded_once_and_reloaded_when_its_folder_changes(model, pa
     assert len(vars(model)[ATTRIBUTE].by_name) == 1  # an outdated drafter is dropped
     assert bound_drafter(model, folder, beam_width=2).config.beam_width == 2
     assert bound_drafter(model, folder, beam_width=1).config.beam_width == 1
-
-
-def test_alternating_drafters_are_loaded_once(model, package_dirs):
-    folders = [package_dirs[kind] for kind in ("redrafter", "medusa")]
-    first = [bound_drafter(model, folder) for folder in folders]
-    assert all(bound_drafter(model, folder) is drafter for folder, drafter in zip(folders, first, strict=True))
 
 
 def test_a_model_keeps_at_most_two_drafters(model, package_dirs):

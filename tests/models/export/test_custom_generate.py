@@ -16,16 +16,9 @@ from outrider.models.export.bound_drafters import ATTRIBUTE
 from outrider.models.export.custom_generate import find_parts, generate
 from outrider.models.llm import tree_attention
 
-PROMPT = torch.tensor([[1, 70, 71, 72, 2]])
-BATCH = torch.tensor([[0, 0, 9, 8, 7], [40, 41, 42, 43, 44], [0, 0, 0, 0, 70]])
-MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
+from .conftest import BATCH, MASK, PROMPT
+
 KINDS = ("redrafter", "medusa", "mtp", "eagle", "eagle3", "block", "draft_model")
-
-
-@pytest.fixture
-def folder(package_dirs: dict[str, Path]) -> str:
-    # Its drafts are accepted, so that a step yields several tokens.
-    return str(package_dirs["draft_model"])
 
 
 @pytest.mark.quick_cases(5)
@@ -47,26 +40,26 @@ def test_a_packages_code_leaves_the_librarys_attention_in_place(model, package_d
     assert ALL_ATTENTION_FUNCTIONS[decoder_layer.IMPLEMENTATION].__module__ == decoder_layer.__name__
 
 
-def test_drafts_are_accepted_in_these_tests(model, folder):
+def test_drafts_are_accepted_in_these_tests(model, package):
     """Otherwise all of them would pass for a drafter that is never used."""
     calls = []
     model.register_forward_hook(lambda *_: calls.append(1))
     # The first call probes whether the model can read trees.
-    generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=2)
+    generate(model, drafter=package, input_ids=PROMPT, max_new_tokens=2)
     calls.clear()
-    tokens = generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=20)
+    tokens = generate(model, drafter=package, input_ids=PROMPT, max_new_tokens=20)
     assert tokens.shape[1] == 25
     assert len(calls) < 8
 
 
-def test_a_finished_row_is_padded_as_in_transformers(model, folder):
+def test_a_finished_row_is_padded_as_in_transformers(model, package):
     """A stop token is in the middle of an accepted path, and other rows continue."""
     free = model.generate(input_ids=BATCH, attention_mask=MASK, max_new_tokens=20)
     stop = int(free[0, 8])  # the first row's fourth new token
     options = {"input_ids": BATCH, "attention_mask": MASK, "eos_token_id": [stop, 299], "pad_token_id": 0, "max_new_tokens": 20}
     plain = model.generate(**options)
     assert (plain == 0).sum() > (BATCH == 0).sum()
-    assert torch.equal(generate(model, drafter=folder, **options), plain)
+    assert torch.equal(generate(model, drafter=package, **options), plain)
 
 
 @pytest.mark.parametrize(
@@ -79,13 +72,13 @@ def test_a_finished_row_is_padded_as_in_transformers(model, folder):
     ],
 )
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
-def test_the_length_of_an_answer_equals_that_of_plain_generate(model, folder, options):
+def test_the_length_of_an_answer_equals_that_of_plain_generate(model, package, options):
     plain = model.generate(input_ids=PROMPT, **options)
-    assert torch.equal(generate(model, drafter=folder, input_ids=PROMPT, **options), plain)
+    assert torch.equal(generate(model, drafter=package, input_ids=PROMPT, **options), plain)
 
 
-def test_the_prompt_may_be_positional_and_the_result_a_dictionary(model, folder):
-    output = generate(model, PROMPT, drafter=folder, max_new_tokens=5, return_dict_in_generate=True)
+def test_the_prompt_may_be_positional_and_the_result_a_dictionary(model, package):
+    output = generate(model, PROMPT, drafter=package, max_new_tokens=5, return_dict_in_generate=True)
     assert torch.equal(output.sequences, model.generate(PROMPT, max_new_tokens=5))
 
 
@@ -99,12 +92,12 @@ class StopsAfter(StoppingCriteria):
         return input_ids[:, -1] % self.divisor == 0
 
 
-def test_stopping_criteria_end_rows_within_an_accepted_path(model, folder):
+def test_stopping_criteria_end_rows_within_an_accepted_path(model, package):
     options = {"input_ids": BATCH, "attention_mask": MASK, "max_new_tokens": 30, "pad_token_id": 0}
     criteria = StoppingCriteriaList([StopsAfter(4)])
     plain = model.generate(**options, stopping_criteria=criteria)
     assert plain.shape[1] < 35
-    assert torch.equal(generate(model, drafter=folder, **options, stopping_criteria=criteria), plain)
+    assert torch.equal(generate(model, drafter=package, **options, stopping_criteria=criteria), plain)
 
 
 class Witness(StoppingCriteria):
@@ -143,14 +136,14 @@ def test_max_time_ends_all_rows_at_the_same_position(model, package_dirs):
     assert tokens.shape[1] == BATCH.shape[1] + 1
 
 
-def test_a_criterion_with_values_for_other_rows_is_an_error(model, folder):
+def test_a_criterion_with_values_for_other_rows_is_an_error(model, package):
     class Two(StoppingCriteria):
         def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
             return torch.zeros(2, dtype=torch.bool)
 
     criteria = StoppingCriteriaList([Two()])
     with pytest.raises(ValueError, match=r"\(Two\) return \(2,\) values for 1 rows"):
-        generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=3, stopping_criteria=criteria)
+        generate(model, drafter=package, input_ids=PROMPT, max_new_tokens=3, stopping_criteria=criteria)
 
 
 class Recorder(BaseStreamer):
@@ -165,14 +158,14 @@ class Recorder(BaseStreamer):
         self.ended = True
 
 
-def test_a_streamer_receives_the_values_of_plain_generate(model, folder):
+def test_a_streamer_receives_the_values_of_plain_generate(model, package):
     plain, drafting = Recorder(), Recorder()
     model.generate(input_ids=PROMPT, max_new_tokens=9, streamer=plain)
-    generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=9, streamer=drafting)
+    generate(model, drafter=package, input_ids=PROMPT, max_new_tokens=9, streamer=drafting)
     assert drafting.values == plain.values
     assert drafting.ended
     with pytest.raises(ValueError, match="a streamer takes one text, but there are 3 prompts"):
-        generate(model, drafter=folder, input_ids=BATCH, attention_mask=MASK, max_new_tokens=9, streamer=Recorder())
+        generate(model, drafter=package, input_ids=BATCH, attention_mask=MASK, max_new_tokens=9, streamer=Recorder())
 
 
 def test_a_seeds_text_does_not_depend_on_other_rows_or_the_drafter(model, package_dirs):
@@ -188,25 +181,25 @@ def test_a_seeds_text_does_not_depend_on_other_rows_or_the_drafter(model, packag
     assert len({tuple(row) for row in batch}) == 3
 
 
-def test_sampling_repeats_with_the_same_generator_or_global_seed(model, folder):
+def test_sampling_repeats_with_the_same_generator_or_global_seed(model, package):
     options = {"input_ids": PROMPT, "do_sample": True, "max_new_tokens": 12}
-    first, second = (generate(model, drafter=folder, **options, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    first, second = (generate(model, drafter=package, **options, generator=torch.Generator().manual_seed(1)) for _ in range(2))
     assert torch.equal(first, second)
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        third = generate(model, drafter=folder, **options)
+        third = generate(model, drafter=package, **options)
         del vars(model)[ATTRIBUTE]  # loading the drafter uses no random numbers
         torch.manual_seed(3)
-        assert torch.equal(generate(model, drafter=folder, **options), third)
+        assert torch.equal(generate(model, drafter=package, **options), third)
     state = torch.get_rng_state()
-    generate(model, drafter=folder, **options | {"do_sample": False})
+    generate(model, drafter=package, **options | {"do_sample": False})
     assert torch.equal(torch.get_rng_state(), state), "greedy decoding uses no random numbers"
     with pytest.raises(ValueError, match="a seed and a generator"):
-        generate(model, drafter=folder, **options, seed=1, generator=torch.Generator())
+        generate(model, drafter=package, **options, seed=1, generator=torch.Generator())
 
 
-def test_several_samples_of_a_prompt_are_different(model, folder):
-    rows = generate(model, drafter=folder, input_ids=PROMPT, do_sample=True, num_return_sequences=3, max_new_tokens=12, seed=0)
+def test_several_samples_of_a_prompt_are_different(model, package):
+    rows = generate(model, drafter=package, input_ids=PROMPT, do_sample=True, num_return_sequences=3, max_new_tokens=12, seed=0)
     assert rows.shape[0] == 3
     assert len({tuple(row) for row in rows.tolist()}) == 3
 
@@ -243,8 +236,8 @@ def test_code_outside_of_a_package_needs_the_drafter_argument(model):
         generate(model, input_ids=PROMPT, max_new_tokens=5)
 
 
-def test_packed_weights_change_no_token_here(model, folder):
-    tokens = generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=20, fast_linears=True)
+def test_packed_weights_change_no_token_here(model, package):
+    tokens = generate(model, drafter=package, input_ids=PROMPT, max_new_tokens=20, fast_linears=True)
     assert torch.equal(tokens, model.generate(input_ids=PROMPT, max_new_tokens=20))
 
 
@@ -262,10 +255,10 @@ def test_the_codes_revision_is_not_passed_on_for_another_drafter(monkeypatch):
     assert received == {"token": "x"}
 
 
-def test_a_name_and_a_merge_give_the_text_of_plain_generate(model, folder):
+def test_a_name_and_a_merge_give_the_text_of_plain_generate(model, package):
     inputs = {"input_ids": BATCH, "attention_mask": MASK}
     plain = model.generate(**inputs, do_sample=False, max_new_tokens=20)
-    for drafter in ("prompt_lookup", f"{folder}+prompt_lookup", f"prompt_lookup+{folder}"):
+    for drafter in ("prompt_lookup", f"{package}+prompt_lookup", f"prompt_lookup+{package}"):
         assert torch.equal(generate(model, drafter=drafter, **inputs, do_sample=False, max_new_tokens=20), plain), drafter
-    fixed = {"drafter": f"{folder}+prompt_lookup", "drafter_options": {"pace": "fixed", "tree_nodes": 5}}
+    fixed = {"drafter": f"{package}+prompt_lookup", "drafter_options": {"pace": "fixed", "tree_nodes": 5}}
     assert torch.equal(generate(model, **fixed, **inputs, do_sample=False, max_new_tokens=20), plain)

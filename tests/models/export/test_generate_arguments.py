@@ -1,6 +1,5 @@
 """Arguments of `generate`: they act as in transformers, or are errors that name them."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,22 +24,14 @@ from transformers.generation.logits_process import (
 from outrider.models.export.custom_generate import generate
 from outrider.models.export.generate_arguments import require_own_arguments, rule_of
 
-PROMPT = torch.tensor([[1, 70, 71, 72, 2]])
-BATCH = torch.tensor([[0, 0, 9, 8, 7], [40, 41, 42, 43, 44], [0, 0, 0, 0, 70]])
-MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
+from .conftest import BATCH, MASK, PROMPT
 
 
-@pytest.fixture
-def folder(package_dirs: dict[str, Path]) -> str:
-    # Its drafts are accepted, so that a step yields several tokens.
-    return str(package_dirs["draft_model"])
-
-
-def test_a_maximum_length_below_the_prompts_leaves_one_token(model, folder):
+def test_a_maximum_length_below_the_prompts_leaves_one_token(model, package):
     criteria = StoppingCriteriaList([MaxLengthCriteria(3)])
     plain = model.generate(input_ids=PROMPT, max_new_tokens=5, stopping_criteria=criteria)
     assert plain.shape[1] == 6
-    assert torch.equal(generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=5, stopping_criteria=criteria), plain)
+    assert torch.equal(generate(model, drafter=package, input_ids=PROMPT, max_new_tokens=5, stopping_criteria=criteria), plain)
 
 
 @pytest.fixture
@@ -51,7 +42,7 @@ def stop_text(model, tiny_tokenizer) -> str:
 
 
 @pytest.mark.parametrize("source", ["argument", "generation_config", "model", "model, not generation_config"])
-def test_stop_strings_end_where_transformers_ends(model, folder, tiny_tokenizer, stop_text, source):
+def test_stop_strings_end_where_transformers_ends(model, package, tiny_tokenizer, stop_text, source):
     options: dict[str, Any] = {"input_ids": PROMPT, "tokenizer": tiny_tokenizer, "max_new_tokens": 20}
     if source == "argument":
         options["stop_strings"] = [stop_text]
@@ -63,34 +54,21 @@ def test_stop_strings_end_where_transformers_ends(model, folder, tiny_tokenizer,
         options["generation_config"] = GenerationConfig(max_new_tokens=options.pop("max_new_tokens"))
     plain = model.generate(**options)
     assert plain.shape[1] < 25
-    assert torch.equal(generate(model, drafter=folder, **options), plain)
+    assert torch.equal(generate(model, drafter=package, **options), plain)
     if source.startswith("model"):
         assert model.generation_config.stop_strings == [stop_text]  # unchanged for the next call
 
 
-def test_an_argument_overrides_the_models_stop_strings(model, folder, tiny_tokenizer, stop_text):
+def test_an_argument_overrides_the_models_stop_strings(model, package, tiny_tokenizer, stop_text):
     model.generation_config.stop_strings = [stop_text]
     plain = model.generate(input_ids=PROMPT, max_new_tokens=20, stop_strings=None)
     assert plain.shape[1] == 25
-    assert torch.equal(generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=20, stop_strings=None), plain)
+    assert torch.equal(generate(model, drafter=package, input_ids=PROMPT, max_new_tokens=20, stop_strings=None), plain)
     criteria = StoppingCriteriaList([StopStringCriteria(tiny_tokenizer, ["never to be said"])])
     options = {"input_ids": PROMPT, "max_new_tokens": 20, "stopping_criteria": criteria, "tokenizer": tiny_tokenizer}
-    assert torch.equal(generate(model, drafter=folder, **options), plain)
+    assert torch.equal(generate(model, drafter=package, **options), plain)
     with pytest.raises(ValueError, match=r"the model's generation config has stop_strings \[.*give generate the tokenizer"):
-        generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=20)
-
-
-def test_the_sampled_distribution_is_that_of_transformers(model):
-    """Its processors act in its order, including its default top_k of 50."""
-    seen = {}
-
-    def spy(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        seen["rule"] = rule_of(generation_config, logits_processor)
-        return input_ids
-
-    model.generate(input_ids=PROMPT, max_new_tokens=2, do_sample=True, temperature=0.5, top_p=0.8, custom_generate=spy)
-    sampling = seen["rule"].sampling
-    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 50, 0.8)
+        generate(model, drafter=package, input_ids=PROMPT, max_new_tokens=20)
 
 
 def rule_for(model: PreTrainedModel, *warpers: LogitsProcessor, **options: Any) -> Any:
@@ -123,16 +101,19 @@ def test_a_callers_warper_acts_like_the_option(model):
     """This includes top-k's `min_tokens_to_keep`, where it is the greater number."""
     assert rule_for(model, TopKLogitsWarper(5, min_tokens_to_keep=9), do_sample=True, top_k=0).sampling.top_k == 9
     assert rule_for(model, TopPLogitsWarper(0.5), do_sample=True, top_k=0).sampling.top_p == 0.5
+    # transformers' own processors act in its order, including its default top_k of 50.
+    sampling = rule_for(model, do_sample=True, temperature=0.5, top_p=0.8).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 50, 0.8)
     # Here the caller's warper and the default one would both act.
     with pytest.raises(ValueError, match="TopKLogitsWarper.*each once, in that order"):
         rule_for(model, TopKLogitsWarper(5), do_sample=True)
 
 
-def test_warpers_change_no_greedy_text(model, folder):
+def test_warpers_change_no_greedy_text(model, package):
     options = {"input_ids": PROMPT, "max_new_tokens": 10, "do_sample": False}
     warpers = LogitsProcessorList([TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)])
     plain = model.generate(**options, logits_processor=warpers)
-    assert torch.equal(generate(model, drafter=folder, **options, logits_processor=warpers), plain)
+    assert torch.equal(generate(model, drafter=package, **options, logits_processor=warpers), plain)
 
 
 @pytest.mark.parametrize(
@@ -157,9 +138,9 @@ def test_warpers_change_no_greedy_text(model, folder):
         ({"stop_strings": ["a"]}, "give generate the tokenizer"),
     ],
 )
-def test_an_unsupported_argument_is_an_error_that_names_it(model, folder, options, message):
+def test_an_unsupported_argument_is_an_error_that_names_it(model, package, options, message):
     with pytest.raises(ValueError, match=message):
-        generate(model, **{"drafter": folder, "input_ids": PROMPT, "max_new_tokens": 5, "eos_token_id": 299, **options})
+        generate(model, **{"drafter": package, "input_ids": PROMPT, "max_new_tokens": 5, "eos_token_id": 299, **options})
 
 
 @pytest.mark.parametrize(
@@ -183,22 +164,22 @@ def test_wrong_values_of_our_arguments_are_errors_with_value_and_remedy(options,
 
 
 @pytest.mark.parametrize("options", [{"cache_implementation": "dynamic"}, {"use_cache": False}, {"logits_to_keep": 1}])
-def test_arguments_that_change_no_answer_are_accepted(model, folder, options):
+def test_arguments_that_change_no_answer_are_accepted(model, package, options):
     plain = model.generate(input_ids=PROMPT, max_new_tokens=8)
-    assert torch.equal(generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=8, **options), plain)
+    assert torch.equal(generate(model, drafter=package, input_ids=PROMPT, max_new_tokens=8, **options), plain)
 
 
-def test_a_misspelt_option_is_refused(model, folder):
+def test_a_misspelt_option_is_refused(model, package):
     with pytest.raises(ValueError, match="max_new_token"):
-        generate(model, drafter=folder, input_ids=PROMPT, max_new_token=5)
+        generate(model, drafter=package, input_ids=PROMPT, max_new_token=5)
 
 
 @pytest.mark.parametrize("kind", ["filled", "empty", "static"])
-def test_a_callers_cache_is_an_error(model, folder, kind):
+def test_a_callers_cache_is_an_error(model, package, kind):
     caches = {
         "filled": lambda: model(PROMPT, use_cache=True).past_key_values,
         "empty": lambda: DynamicCache(config=model.config),
         "static": lambda: StaticCache(config=model.config, max_cache_len=64),
     }
     with pytest.raises(ValueError, match="doesn't support past_key_values"):
-        generate(model, drafter=folder, input_ids=PROMPT, past_key_values=caches[kind](), max_new_tokens=3)
+        generate(model, drafter=package, input_ids=PROMPT, past_key_values=caches[kind](), max_new_tokens=3)

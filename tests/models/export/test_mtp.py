@@ -28,15 +28,20 @@ def trained(folder, target, seed=3):
     return drafter
 
 
-def split(folder):
-    """Write a checkpoint of one file as two shards, as large models have them: the head is in the second."""
+def reshard(folder, is_in):
+    """Write a checkpoint of one file as files with an index; `is_in` returns the files of a tensor, the named one last."""
     weights = load_file(folder / "model.safetensors")
-    in_second = {name for name in weights if "mtp" in name or "layers.4" in name or name == "model.norm.weight"}
-    weight_map = {name: SHARDS[name in in_second] for name in weights}
-    for shard in SHARDS:
-        save_file({name: weights[name] for name in weights if weight_map[name] == shard}, folder / shard, {"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    files = {name: is_in(name) for name in weights}
+    for file in {file for of_name in files.values() for file in of_name}:
+        save_file({name: weights[name] for name in weights if file in files[name]}, folder / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: of_name[-1] for name, of_name in files.items()}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model.safetensors").unlink()
+
+
+def split(folder):
+    """Write a checkpoint as two shards, as large models have them: the head is in the second."""
+    reshard(folder, lambda name: [SHARDS["mtp" in name or "layers.4" in name or name == "model.norm.weight"]])
 
 
 @pytest.mark.quick_cases(3)
@@ -118,17 +123,6 @@ def test_a_target_without_a_head_has_no_place_for_one(tmp_path):
     with pytest.raises(ValueError, match=r"has no MTP head: .* leave mtp out of export\.formats$"):
         export_drafter(tmp_path / "drafter", target, "mtp", tmp_path / "with_head")
     assert not (tmp_path / "with_head").exists()
-
-
-def reshard(folder, is_in):
-    """Write a checkpoint of one file as files with an index; `is_in` returns the files of a tensor, the named one last."""
-    weights = load_file(folder / "model.safetensors")
-    files = {name: is_in(name) for name in weights}
-    for file in {file for of_name in files.values() for file in of_name}:
-        save_file({name: weights[name] for name in weights if file in files[name]}, folder / file, {"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: of_name[-1] for name, of_name in files.items()}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "model.safetensors").unlink()
 
 
 @pytest.mark.parametrize("form", ["the head's file holds more", "a second layer has a file of that name", "in two shards"])
