@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from outrider.data.files import sha256_json, write_json
-from outrider.eval.records.records import EvalRecord
+from outrider.eval.records.records import EvalRecord, read_records
 from outrider.eval.records.run_files import RECORDED_OPTIONS, Environment, Facts, Roofline, RunInfo
 from outrider.eval.results.lossless import Mismatch
 from outrider.eval.results.rows import Row, build_rows
@@ -66,6 +66,11 @@ def info_of(
         "methods": methods or {},
     }
     return RunInfo(config=config, environment=ENVIRONMENT, roofline=roofline)
+
+
+def read(folder: Path) -> list[EvalRecord]:
+    """List the records of an evaluation's folder."""
+    return list(read_records(folder / "records.jsonl").values())
 
 
 def facts_of(records: Sequence[EvalRecord], **changes: Any) -> Facts:

@@ -74,8 +74,3 @@ def test_a_baseline_is_a_drafter_that_needs_no_training() -> None:
         EvalConfig(suites=["stdlib"], baselines=["sufix"])
     with pytest.raises(ValidationError, match="must be one of"):
         EvalConfig(suites=["stdlib"], merge=["draft_model:user/small"])
-
-
-def test_a_suite_named_twice_is_refused_since_its_records_would_collide() -> None:
-    with pytest.raises(ValueError, match="2 suites have the name 'mt_bench'"):
-        EvalConfig(suites=[SuiteConfig(name="mt_bench"), SuiteConfig(name="mt_bench", limit=3)])

@@ -22,7 +22,7 @@ from outrider.eval.measure import methods
 from outrider.eval.measure.environment import describe_environment
 from outrider.eval.measure.plan import answer_seed, evenly_spaced
 from outrider.eval.measure.timing import Generation
-from outrider.eval.records.records import EvalRecord, RecordFile
+from outrider.eval.records.records import EvalRecord
 from outrider.eval.records.run_files import Audit, Place, read_info
 from outrider.eval.report.page import write_report
 from outrider.eval.report.runs import read_groups
@@ -39,7 +39,7 @@ from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 
-from .conftest import forge_info
+from .conftest import forge_info, read
 
 NEW_TOKENS = 8
 NUM_TURNS = 4  # The second prompt doesn't fit.
@@ -81,11 +81,6 @@ def generated(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(measure, "time_generation", counted)
     return calls
-
-
-def read(output_dir: Path) -> list[EvalRecord]:
-    with RecordFile(output_dir / "records.jsonl") as file:
-        return list(file.records.values())
 
 
 @pytest.mark.usefixtures("real_plots")
@@ -301,16 +296,6 @@ def test_a_decoder_broken_on_purpose_is_caught(run_tiny: Evaluate, tmp_path: Pat
     assert "NOT LOSSLESS" in (tmp_path / "table.md").read_text()
 
 
-@pytest.mark.slow
-def test_low_precision_is_audited_and_a_broken_decoder_still_caught(run_tiny, tiny_target_dir, tmp_path, monkeypatch):
-    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="bfloat16", device="cpu"))
-    rows = run_tiny(tmp_path / "right", target)
-    assert not any(is_broken(row) for row in rows)
-    monkeypatch.setattr(methods, "GreedyAcceptance", AcceptsAnything)
-    rows = run_tiny(tmp_path / "wrong", target)
-    assert [is_broken(row) for row in rows] == [False, True, True]
-
-
 def test_a_suite_without_a_fitting_prompt_is_an_error(run_tiny: Evaluate, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no prompt of mt_bench fits the context window of 1024"):
         run_tiny(tmp_path, max_new_tokens=1023)
@@ -381,24 +366,6 @@ def test_typical_acceptance_is_marked_as_lossy(tiny_target: HFTarget, config: Ev
         evaluate(
             replace(config, acceptance="exact"), tiny_target, tiny_target.tokenizer, [tmp_path / "drafter"], tmp_path / "eval"
         )
-
-
-@pytest.mark.slow
-def test_a_draft_model_is_evaluated_as_chain_and_tree(tiny_target, config, tmp_path):
-    torch.manual_seed(0)
-    drafter = build_drafter(parse_drafter({"kind": "draft_model", "init": "target_layers", "num_layers": 1}), tiny_target)
-    save_drafter(drafter, tmp_path / "drafter", tiny_target.identity)
-    settings: list[dict[str, Any]] = [{}, {"length": 3, "top_k": 2, "tree_nodes": 5}]
-    config = replace(config, settings=settings, temperatures=[0.0, 1.0])
-    rows = evaluate(config, tiny_target, tiny_target.tokenizer, [tmp_path / "drafter"], tmp_path / "eval")
-    assert [row["lossless_label"] for row in rows] == ["yes"] * 6
-    assert [row["lossless"] for row in rows] == [True] * 6
-    assert all(row["speedup"] is not None for row in rows)
-    assert drafts_per_step(tmp_path / "eval") == {
-        "baseline": {0},
-        "draft_model": {4},
-        "draft_model length=3 top_k=2 tree_nodes=5": {5},
-    }
 
 
 ON_A_GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

@@ -23,7 +23,7 @@ from outrider.models.decoding.sampling import Randomness
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.phases import PhaseSeconds
 
-from ..conftest import MakeRecord
+from ..conftest import MakeRecord, read
 
 NEW_TOKENS = 8
 Evaluate = Callable[..., list[Row]]
@@ -44,11 +44,6 @@ def run_tiny(tiny_target: HFTarget, tiny_drafter_dir: Path, tmp_path: Path) -> E
         return evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], output_dir)
 
     return evaluate_tiny
-
-
-def read(output_dir: Path) -> list[EvalRecord]:
-    with RecordFile(output_dir / "records.jsonl") as file:
-        return list(file.records.values())
 
 
 def test_each_batch_size_is_compared_with_plain_decoding_at_the_same_size(run_tiny: Evaluate, tmp_path: Path) -> None:

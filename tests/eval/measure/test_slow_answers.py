@@ -15,11 +15,13 @@ from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure import bench as measure
 from outrider.eval.measure import timing
 from outrider.eval.measure.plan import Job
-from outrider.eval.records.records import BASELINE, EvalRecord, read_records
+from outrider.eval.records.records import BASELINE
 from outrider.eval.results.notes import headline
 from outrider.eval.results.rows import Row
 from outrider.eval.run import evaluate
 from outrider.models.llm.hf_target import HFTarget
+
+from ..conftest import read
 
 NUM_PROMPTS = 6
 STEP_SECONDS, TREE_SECONDS, PREFILL_SECONDS = 0.010, 0.012, 0.015
@@ -95,10 +97,6 @@ def run_tiny(tiny_target: HFTarget, tiny_drafter_dir: Path, tmp_path: Path, cloc
         return evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], output_dir)
 
     return evaluate_tiny
-
-
-def read(output_dir: Path) -> list[EvalRecord]:
-    return list(read_records(output_dir / "records.jsonl").values())
 
 
 def stall(prompt: str, method: str, attempts: int = 1) -> Callable[[str, str, int, int], float]:

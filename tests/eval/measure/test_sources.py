@@ -9,10 +9,11 @@ import pytest
 
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure.plan import count_by_source
-from outrider.eval.records.records import EvalRecord, read_records
 from outrider.eval.results.notes import source_shares
 from outrider.eval.run import evaluate
 from outrider.models.drafters.saved.parts import parse_drafter_name
+
+from ..conftest import read
 
 SOURCES = ("drafter", "suffix", "recycling")
 NAMES = ("prompt_lookup", "suffix")
@@ -46,10 +47,6 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def records_of(output_dir: Path, method: str) -> list[EvalRecord]:
-    return [record for record in read_records(output_dir / "records.jsonl").values() if record.method == method]
-
-
 def test_accepted_drafts_are_counted_by_source_in_records_rows_and_categories(tiny_target, suite, tmp_path):
     options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "profile_prompts": 1, "repeats": 1}
     # On a busy machine the paced drafter may find that no draft is worth its time; the fixed one always drafts.
@@ -65,9 +62,10 @@ def test_accepted_drafts_are_counted_by_source_in_records_rows_and_categories(ti
         assert row["lossless"] is True
         # 1. The row has the sum over its records, and the sum over its categories.
         counts: Counter[str] = Counter()
-        for record in records_of(tmp_path, row["method"]):
-            assert record.accepted_by is not None
-            if (record.temperature, record.pace) == (row["temperature"], row["pace"]) and not record.profiled:
+        for record in read(tmp_path):
+            place = (record.method, record.temperature, record.pace)
+            if place == (row["method"], row["temperature"], row["pace"]) and not record.profiled:
+                assert record.accepted_by is not None
                 counts.update(record.accepted_by)
         assert row["accepted_by"] == dict(counts)
         by_category: Counter[str] = Counter()

@@ -18,6 +18,20 @@ from outrider.models.llm.loading import load_target
 
 from ..conftest import MakeRecord
 
+PROMPT = torch.tensor([[5, 6, 7, 8]])
+
+
+def greedy(target: HFTarget, max_new_tokens: int, prompt: torch.Tensor = PROMPT) -> list[int]:
+    steps = generate(target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=max_new_tokens)
+    return [token for step in steps for token in step.tokens[0]]
+
+
+def sampled(target: HFTarget, temperature: float, seed: int) -> list[int]:
+    rule = SpeculativeSampling(sampling=Sampling(temperature=temperature))
+    options: dict[str, Any] = {"max_new_tokens": 32, "stop_ids": target.stop_ids, "generator": RowSeeds([seed])}
+    steps = generate(target, NullDrafter(), rule, PROMPT, **options)
+    return [token for step in steps for token in step.tokens[0]]
+
 
 def test_the_first_differing_token_is_found_also_where_one_answer_is_longer(make_record: MakeRecord) -> None:
     plain = make_record(token_ids=[4, 5, 6])
@@ -59,16 +73,14 @@ def test_answers_are_compared_within_their_temperature(make_record: MakeRecord) 
 
 
 def test_the_audit_passes_greedy_answers_and_fails_wrong_ones(tiny_target: HFTarget) -> None:
-    prompt = torch.tensor([[5, 6, 7, 8]])
-    steps = generate(tiny_target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=12)
-    tokens = [token for step in steps for token in step.tokens[0]]
-    greedy = audit(tiny_target, prompt, tokens, max_new_tokens=12)
-    assert greedy.deficit == 0.0
-    assert greedy.noise < 1e-3
-    assert greedy.within_noise
+    tokens = greedy(tiny_target, 12)
+    right = audit(tiny_target, PROMPT, tokens, max_new_tokens=12)
+    assert right.deficit == 0.0
+    assert right.noise < 1e-3
+    assert right.within_noise
     for at in (0, 5, 11):
-        assert not audit(tiny_target, prompt, [*tokens[:at], 11, *tokens[at + 1 :]], max_new_tokens=12).within_noise
-    assert audit(tiny_target, prompt, tokens[:1], max_new_tokens=1).within_noise
+        assert not audit(tiny_target, PROMPT, [*tokens[:at], 11, *tokens[at + 1 :]], max_new_tokens=12).within_noise
+    assert audit(tiny_target, PROMPT, tokens[:1], max_new_tokens=1).within_noise
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -94,8 +106,7 @@ def test_loud_noise_is_explained_by_another_pass(
 
     Its noise explains no wrong token there.
     """
-    steps = generate(tiny_target, NullDrafter(), GreedyAcceptance(), PROMPT, max_new_tokens=64)
-    tokens = [token for step in steps for token in step.tokens[0]]
+    tokens = greedy(tiny_target, 64)
     plain_logits = HFTarget.plain_logits
 
     def wrong(target: HFTarget, text: torch.Tensor, num_last: int) -> torch.Tensor:
@@ -109,16 +120,14 @@ def test_loud_noise_is_explained_by_another_pass(
     assert audit(tiny_target, PROMPT, tokens, max_new_tokens=64).within_noise == (len(lengths) == 1)
     start = [*tokens[:30], 11]
     prompt = torch.cat([PROMPT, torch.tensor([start])], dim=1)
-    rest = generate(tiny_target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=64 - len(start))
-    answer = [*start, *(token for step in rest for token in step.tokens[0])]
+    answer = [*start, *greedy(tiny_target, 64 - len(start), prompt)]
     assert answer != tokens
     assert not audit(tiny_target, PROMPT, answer, max_new_tokens=64).within_noise
 
 
 def test_a_pass_of_no_numbers_is_a_verdict_and_not_an_error(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bare pass that overflows in float16 proves nothing; JSON has no NaN."""
-    steps = generate(tiny_target, NullDrafter(), GreedyAcceptance(), PROMPT, max_new_tokens=8)
-    tokens = [token for step in steps for token in step.tokens[0]]
+    tokens = greedy(tiny_target, 8)
     plain_logits = HFTarget.plain_logits
     for bad in (torch.nan, torch.inf):
         monkeypatch.setattr(HFTarget, "plain_logits", lambda *args, bad=bad: plain_logits(*args).fill_(bad))
@@ -129,8 +138,7 @@ def test_a_pass_of_no_numbers_is_a_verdict_and_not_an_error(tiny_target: HFTarge
 
 def test_noise_is_compared_with_the_spread_of_its_own_position(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     """A position of wide logits elsewhere explains no noise here."""
-    steps = generate(tiny_target, NullDrafter(), GreedyAcceptance(), PROMPT, max_new_tokens=12)
-    tokens = [token for step in steps for token in step.tokens[0]]
+    tokens = greedy(tiny_target, 12)
     verify, plain_logits = HFTarget.verify, HFTarget.plain_logits
     noise = torch.randn(tiny_target.vocab_size, generator=torch.Generator().manual_seed(0))
 
@@ -170,15 +178,13 @@ def test_a_place_is_read_again_at_the_same_position(tiny_target: HFTarget) -> No
 
 def test_a_deficit_needs_noise_at_its_own_position(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise elsewhere explains no wrong token, and noise there explains a near tie."""
-    steps = generate(tiny_target, NullDrafter(), GreedyAcceptance(), PROMPT, max_new_tokens=40)
-    tokens = [token for step in steps for token in step.tokens[0]]
+    tokens = greedy(tiny_target, 40)
     text = torch.cat([PROMPT, torch.tensor([tokens[:-1]])], dim=1)
     logits = tiny_target.plain_logits(text, len(tokens))[0]
     (best, second), places = logits.topk(2).values.T, logits.topk(2).indices
     at = int((best - second).argmin())
     prompt = torch.cat([PROMPT, torch.tensor([[*tokens[:at], int(places[at, 1])]])], dim=1)
-    rest = generate(tiny_target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=40 - at - 1)
-    answer = [*prompt[0, PROMPT.shape[1] :].tolist(), *(token for step in rest for token in step.tokens[0])]
+    answer = [*prompt[0, PROMPT.shape[1] :].tolist(), *greedy(tiny_target, 40 - at - 1, prompt)]
     plain_logits = HFTarget.plain_logits
 
     def audited(noisy: int) -> bool:
@@ -210,22 +216,9 @@ def test_an_answer_must_end_where_plain_decoding_ends(tiny_target: HFTarget, mon
 
 def test_the_audit_measures_noise_where_there_is_some(tiny_target_dir: Path) -> None:
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="bfloat16", device="cpu"))
-    prompt = torch.tensor([[5, 6, 7, 8]])
-    steps = generate(target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=24)
-    tokens = [token for step in steps for token in step.tokens[0]]
-    result = audit(target, prompt, tokens, max_new_tokens=24)
+    result = audit(target, PROMPT, greedy(target, 24), max_new_tokens=24)
     assert result.deficit == 0.0  # plain decoding read it token by token too
     assert 0.0 < result.noise < 0.5
-
-
-PROMPT = torch.tensor([[5, 6, 7, 8]])
-
-
-def sampled(target: HFTarget, temperature: float, seed: int) -> list[int]:
-    rule = SpeculativeSampling(sampling=Sampling(temperature=temperature))
-    options: dict[str, Any] = {"max_new_tokens": 32, "stop_ids": target.stop_ids, "generator": RowSeeds([seed])}
-    steps = generate(target, NullDrafter(), rule, PROMPT, **options)
-    return [token for step in steps for token in step.tokens[0]]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import pytest
 
 from outrider.eval.results import stats
-from outrider.models.phases import PhaseSeconds
 
 from ..conftest import MakeRecord
 
@@ -34,12 +33,6 @@ def test_histograms_of_different_lengths_add_up(make_record: MakeRecord) -> None
     records = [make_record(accepted_histogram=[1, 2]), make_record(accepted_histogram=[1, 0, 0, 5])]
     assert stats.accepted_histogram(records) == [2, 2, 0, 5]
     assert stats.mean_accepted([2, 2, 0, 5]) == 17 / 9
-
-
-def test_speeds_with_and_without_the_prefill(make_record: MakeRecord) -> None:
-    record = make_record(accepted_histogram=[9], prefill_seconds=1.0, decode_seconds=3.0)
-    assert stats.tokens_per_second([record]) == 10 / 4
-    assert stats.decode_tokens_per_second([record]) == 9 / 3
 
 
 def timed(make_record: MakeRecord, method: str, seconds: dict[str, float], **changes: object) -> list:
@@ -84,28 +77,10 @@ def test_the_turns_of_a_prompt_stay_together_in_the_bootstrap(make_record: MakeR
     assert stats.speedup(plain, plain, seed=0) == (1.0, None)
 
 
-def test_the_bootstrap_is_seeded(make_record: MakeRecord) -> None:
-    plain = timed(make_record, "baseline", {str(index): 1.0 + index for index in range(9)})
-    drafted = timed(make_record, "drafter", {str(index): 1.0 + (3 * index) % 7 for index in range(9)})
-    assert stats.speedup(plain, drafted, seed=1) == stats.speedup(plain, drafted, seed=1)
-
-
 def test_a_speedup_over_different_prompts_is_refused(make_record: MakeRecord) -> None:
     plain = timed(make_record, "baseline", {"a": 1.0, "b": 3.0})
     with pytest.raises(ValueError, match="1 generations were measured with only one"):
         stats.speedup(plain, timed(make_record, "drafter", {"a": 1.0}), seed=0)
-
-
-def test_time_split_and_ceiling(make_record: MakeRecord) -> None:
-    # Plain: two steps in 0.8 s, so 0.4 s a step. Drafter: two steps in 1.0 s, of which it drafts
-    # 0.4 s: 0.2 s a step.
-    plain = make_record(decode_seconds=0.8, phase_seconds=PhaseSeconds(draft=0.0, verify=0.7, accept=0.05))
-    drafted = make_record(decode_seconds=1.0, phase_seconds=PhaseSeconds(draft=0.4, verify=0.3, accept=0.2))
-    assert stats.time_split([drafted]) == pytest.approx({"draft": 0.4, "verify": 0.3, "accept": 0.2, "rest": 0.1})
-    rho = stats.relative_draft_cost([plain], [drafted])
-    assert rho == pytest.approx(0.5)
-    assert stats.ceiling(3.0, rho) == pytest.approx(2.0)
-    assert stats.ceiling(3.0, None) is None
 
 
 def test_categories_keep_their_own_numbers(make_record: MakeRecord) -> None:

@@ -122,12 +122,6 @@ def test_one_unexplained_answer_outweighs_the_explained_ones_of_its_prompt(recor
     assert drafted["first_mismatch"] == {"prompt_id": "82", "turn": 0, "position": 0}
 
 
-def test_skipped_turns_are_noted(records: list[EvalRecord]) -> None:
-    rows = rows_of(records, [], num_turns={"mt_bench": 5})
-    assert rows[0]["num_skipped"] == 3
-    assert any("3 turns were SKIPPED" in note for note in notes(rows))
-
-
 def test_markdown_has_one_line_per_row_of_as_many_cells_as_the_head(records: list[EvalRecord]) -> None:
     plain, drafted = rows_of(records, [])
     drafted |= {"median_speedup": 2.1, "num_faster": 1, "num_compared": 2}

@@ -243,8 +243,7 @@ def test_a_batch_size_at_which_plain_decoding_does_not_fit_has_no_choice(tune_ti
 
 
 def test_a_choice_is_saved_for_its_setup_and_read_for_the_nearest_batch_size(tiny_target, tiny_drafter_dir, tmp_path):
-    for path in tiny_drafter_dir.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(tiny_drafter_dir, tmp_path, dirs_exist_ok=True)
     setup = describe_setup(tiny_target, tmp_path)
     facts = {"tokens_per_step": 2.0, "tokens_per_second": 30.0, "plain_tokens_per_second": 20.0}
     one, eight = TunedChoice(setting={"beam_width": 2}, **facts), TunedChoice(setting=None, **facts)
@@ -255,6 +254,10 @@ def test_a_choice_is_saved_for_its_setup_and_read_for_the_nearest_batch_size(tin
     save_tuned(tmp_path, setup, {1: one})
     assert len(json.loads((tmp_path / TUNED_FILE).read_text())["entries"]) == 2
     assert [tuned_choice(tmp_path, tiny_target, batch_size=size) for size in (1, 2, 4, 100)] == [one, one, eight, eight]
+    config = EvalConfig(suites=[SuiteConfig(name="stdlib")], batch_sizes=[1, 8])
+    assert tuned_settings(config, tiny_target, [tmp_path]) == {tmp_path: {(0.0, 1): {"beam_width": 2}, (0.0, 8): None}}
+    with pytest.raises(ValueError, match="temperature 0.5 .* Run `outrider tune"):
+        tuned_settings(replace(config, temperatures=[0.0, 0.5]), tiny_target, [tmp_path])
     drafter: Any = load_tuned(tmp_path, tiny_target)
     assert drafter.config.beam_width == 2
     assert isinstance(load_tuned(tmp_path, tiny_target, batch_size=8), NullDrafter)
@@ -273,21 +276,6 @@ def test_a_choice_is_saved_for_its_setup_and_read_for_the_nearest_batch_size(tin
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     with pytest.raises(ValueError, match="isn't tuned for"):
         tuned_choice(tmp_path, tiny_target)
-
-
-def test_an_evaluation_takes_the_tuned_settings(tiny_target: HFTarget, tiny_drafter_dir: Path, tmp_path: Path) -> None:
-    for path in tiny_drafter_dir.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    facts = {"tokens_per_step": 2.0, "tokens_per_second": 30.0, "plain_tokens_per_second": 20.0}
-    choices = {1: TunedChoice(setting={"beam_width": 2}, **facts), 2: TunedChoice(setting={"beam_width": 3}, **facts)}
-    save_tuned(tmp_path, describe_setup(tiny_target, tmp_path), choices | {8: TunedChoice(setting=None, **facts)})
-    suites = [SuiteConfig(name="stdlib")]
-
-    config = EvalConfig(suites=suites, batch_sizes=[1, 2, 8])
-    chosen = {(0.0, 1): {"beam_width": 2}, (0.0, 2): {"beam_width": 3}, (0.0, 8): None}
-    assert tuned_settings(config, tiny_target, [tmp_path]) == {tmp_path: chosen}
-    with pytest.raises(ValueError, match="temperature 0.5 .* Run `outrider tune"):
-        tuned_settings(replace(config, temperatures=[0.0, 0.5]), tiny_target, [tmp_path])
 
 
 def test_a_batch_that_no_prompts_fill_is_refused(tiny_target, tiny_drafter_dir, questions, tmp_path):
