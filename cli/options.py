@@ -86,10 +86,8 @@ def load_chosen_target(config: TargetConfig, *, needs_tokenizer: bool = True) ->
 
     silence_bars()
     target = load_target(config, needs_tokenizer=needs_tokenizer)
-    if target.stream is not None:
-        text = target.stream.plan.describe(target.stream.bytes_per_second)
-        print(f"{config.name_or_path}: {text}", file=sys.stderr)
-    elif config.memory_budget_gib is not None:
-        text = "all weights fit into target.memory_budget_gib, so none are read in passes"
+    if config.memory_budget_gib is not None:
+        fits = "all weights fit into target.memory_budget_gib, so none are read in passes"
+        text = fits if target.stream is None else target.stream.plan.describe(target.stream.bytes_per_second)
         print(f"{config.name_or_path}: {text}", file=sys.stderr)
     return target

@@ -23,10 +23,6 @@ VARIES_WITHIN_A_TABLE = frozenset(
 )
 """Options in which comparable runs may differ, because each number is shown with their values."""
 
-RunCell = tuple[str, str, float, int, str]
-"""Suite, its prompts' revision, temperature, batch size and method: identifies a row of a
-summary."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEntry:
@@ -105,7 +101,8 @@ def decoding(temperature: float) -> str:
     return f"temperature {temperature:g}" if temperature > 0 else "greedy"
 
 
-def cell_of(row: Row) -> RunCell:
+def cell_of(row: Row) -> tuple[str, str, float, int, str]:
+    """Return what identifies a row of a summary."""
     return row["suite"], row["prompt_set_revision"], row["temperature"], row["batch_size"], row["method"]
 
 

@@ -218,7 +218,8 @@ def compute_figures(
         "num_batches": len({record.unit for record in timed}),
         "num_skipped": num_skipped,
         "num_truncated": sum(record.truncated for record in timed),
-        "num_loops": sum(map(_ends_in_a_loop, timed)),
+        # a final stop token is no part of a loop
+        "num_loops": sum(ends_in_a_loop(record.token_ids if record.truncated else record.token_ids[:-1]) for record in timed),
         "num_tokens": sum(len(record.token_ids) for record in timed),
         "tokens_per_step": tau,
         "tokens_per_step_ci95": _steps_interval(timed),
@@ -246,11 +247,6 @@ def compute_figures(
         **_speeds(plain, timed, noisy=noisy, is_broken=is_broken, seed=seed),
         "out_of_memory": False,
     }
-
-
-def _ends_in_a_loop(record: EvalRecord) -> bool:
-    """Check whether an answer ends in a repeated cycle; a final stop token doesn't count."""
-    return ends_in_a_loop(record.token_ids if record.truncated else record.token_ids[:-1])
 
 
 def _steps_interval(records: Sequence[EvalRecord]) -> tuple[float, float] | None:

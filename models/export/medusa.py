@@ -16,6 +16,7 @@ layer consist of blocks alone, with `version` "2".
 
 import logging
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,7 @@ def write_tensorrt(drafter: Medusa, target: HFTarget) -> FolderContents:
         )
     raise_unsupported(problems, TENSORRT.name)
     layout = _layout(drafter, target, SAFETENSORS_FILE)
-    return FolderContents(
-        config={**layout.config, TENSORRT_NUM_HEADS: drafter.config.num_heads}, tensors=layout.tensors, file=SAFETENSORS_FILE
-    )
+    return replace(layout, config={**layout.config, TENSORRT_NUM_HEADS: drafter.config.num_heads})
 
 
 def _problems(drafter: Medusa) -> list[str]:

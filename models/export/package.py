@@ -42,18 +42,11 @@ README_FILE, GENERATION_FILE, CERTIFICATE_FILE = "README.md", "generation_config
 GENERATION_CONFIG = {"do_sample": False}
 """Default of `generate`: greedy, so that sampling must be requested. Stop tokens come from the
 target."""
-TOKENIZER_FILES = (
-    "chat_template.jinja",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-)
 ALLOWED = frozenset(
     {
         *(CERTIFICATE_FILE, CONFIG_FILE, GENERATION_FILE, NOTE_FILE, README_FILE, TRAINING_FILE, "LICENSE", "NOTICE"),
         *(MERGE_FILE, INDEX_FILE, "added_tokens.json", "merges.txt", "vocab.json", "vocab.txt"),
-        *TOKENIZER_FILES,
+        *("chat_template.jinja", "special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
     }
 )
 """Files that a drafter's folder, or its export, may have beside safetensors."""
