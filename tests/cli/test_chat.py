@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models
 
 from outrider.cli import chat_answers
@@ -21,7 +20,7 @@ from outrider.data.conversations import Turn
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.decoding.types import Step
 from outrider.models.drafters import NullDrafter
-from outrider.models.llm.loading import load_target
+from outrider.models.llm.hf_target import HFTarget
 
 from ..commands import invoke
 from ..doc_files import write_drafter_config
@@ -68,19 +67,18 @@ def talk(tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Talk:
     return run
 
 
-def plain_answer(directory: Path, turns: list[Turn]) -> str:
-    target = load_target(str(directory), torch.device("cpu"))
+def plain_answer(target: HFTarget, turns: list[Turn]) -> str:
     prompt = encode_prompt(turns, target.tokenizer)
     steps = generate(target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=24, stop_ids=target.stop_ids)
     tokens = [token for step in steps for token in step.tokens[0]]
     return str(target.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def test_a_pipe_gets_exactly_the_texts_of_generate(talk: Talk, tiny_target_dir: Path) -> None:
+def test_a_pipe_gets_exactly_the_texts_of_generate(talk: Talk, tiny_target: HFTarget) -> None:
     """The second answer reads the history; after /new the first question has its first answer again."""
-    first = plain_answer(tiny_target_dir, [Turn(role="user", content="Hi")])
+    first = plain_answer(tiny_target, [Turn(role="user", content="Hi")])
     history = [Turn(role="user", content="Hi"), Turn(role="assistant", content=first), Turn(role="user", content="Why?")]
-    second = plain_answer(tiny_target_dir, history)
+    second = plain_answer(tiny_target, history)
     code, output, errors = talk(["Hi", "", "Why?", "/new", "Hi"], "--drafter", "suffix+recycling")
     assert (code, output) == (0, f"{first}\n{second}\n{first}\n")
     assert errors.count("tokens, ") == 3
@@ -88,11 +86,10 @@ def test_a_pipe_gets_exactly_the_texts_of_generate(talk: Talk, tiny_target_dir: 
 
 
 @pytest.mark.parametrize("colours", [True, False])
-def test_drafts_have_colours_and_split_characters_are_whole(talk, tiny_target_dir, monkeypatch, colours):
+def test_drafts_have_colours_and_split_characters_are_whole(talk, tiny_target, monkeypatch, colours):
     if not colours:
         monkeypatch.setenv("NO_COLOR", "1")
-    tokenizer = load_target(str(tiny_target_dir), torch.device("cpu")).tokenizer
-    ids = tokenizer("a é🙂\x1b[2J", add_special_tokens=False).input_ids
+    ids = tiny_target.tokenizer("a é🙂\x1b[2J", add_special_tokens=False).input_ids
     assert len(ids) >= 8
 
     def steps(*_: Any, **options: Any) -> Iterator[Step]:

@@ -1,8 +1,8 @@
 """Command lines: one rule for the options of all commands, made from the configuration's classes."""
 
+import json
 import subprocess
 import sys
-import time
 from dataclasses import field
 from importlib.metadata import version
 from pathlib import Path
@@ -285,32 +285,28 @@ def test_an_unknown_command_suggests_the_nearest(name: str, near: str) -> None:
 
 
 SCRIPT = """
-import sys, time
+import json, sys
 from outrider.cli.main import main
-sys.argv = ["outrider", *sys.argv[1:]]
-try: main()
-finally: assert not {"torch", "transformers", "pandas"} & set(sys.modules), "a heavy package is loaded"
+for arguments, status in json.loads(sys.argv[1]):
+    sys.argv = ["outrider", *arguments]
+    try: main()
+    except SystemExit as end: assert (end.code or 0) == status, arguments
+    assert not {"torch", "transformers", "pandas"} & set(sys.modules), arguments
 """
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status"),
-    [
+def test_help_and_mistakes_load_no_torch(tmp_path: Path) -> None:
+    wrong = ["train.lrn=1", "drafter.depht=3", "train.steps=-5", "stages=[distil]"]
+    lines = [
         (["--help"], 0),
         (["eval", "--help"], 0),
         (["options", "drafter"], 0),
         (["run", "demo", "--show"], 0),
-        (["run", "conf=eagle3_llama3_8b", "train.lrn=1", "drafter.depht=3", "train.steps=-5", "stages=[distil]"], 2),
+        (["run", "conf=eagle3_llama3_8b", *wrong], 2),
         (["eval", "--target", "x", "--drafter", "suffix", "--suite", "stdlib", "--max-new-tokns", "3"], 2),
         (["run", "demo", "data.path=./no.jsonl"], 2),
-    ],
-)
-def test_help_and_mistakes_load_no_torch(arguments: list[str], status: int, tmp_path: Path) -> None:
-    began = time.monotonic()
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert result.returncode == status, result.stderr
-    assert "a heavy package" not in result.stderr
-    assert time.monotonic() - began < 10
+    ]
+    command = [sys.executable, "-c", SCRIPT, json.dumps(lines)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
     assert list(tmp_path.iterdir()) == []

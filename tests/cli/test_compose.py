@@ -160,7 +160,6 @@ def test_a_files_base_may_be_packaged_settings(tmp_path: Path) -> None:
     for name in ("mine", "alone"):
         drafter = composed(str(tmp_path / f"{name}.yaml")).drafter
         assert (drafter.kind, drafter.depth, drafter.top_k, drafter.layer.model_type) == ("eagle3", 3, 8, "llama")
-    assert "drafter=eagel3: there is no such choice" in problems("demo", "drafter=eagel3")
 
 
 def test_a_section_on_top_of_a_recipe_changes_it(tmp_path: Path) -> None:
@@ -266,13 +265,6 @@ def test_one_error_names_all_mistakes_of_a_command_line() -> None:
     for text in ("train.lrn", 'seed="x"', 'train.steps="many"', "drafter=eagel3", "data.pth", "kl_acceptance", "data.limit=-3"):
         assert text in message
     assert "drafter.start_from is missing" in problems("adapt")
-
-
-def test_a_mistake_is_reported_before_a_launch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["outrider run", "--launch", "one_node", "demo", "train.stepz=3"])
-    with pytest.raises(SystemExit):
-        main()
-    assert "train.steps" in capsys.readouterr().err
 
 
 def test_the_home_directory_is_expanded_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,21 +318,12 @@ def test_finished_shards_may_have_longer_labels_than_the_recipe_sets() -> None:
     run_config("conf=medusa_vicuna7b", "drafter.num_heads=5", "stages=[train]")
 
 
-def test_one_error_names_all_wrong_values_of_all_sections() -> None:
-    with pytest.raises(ValueError, match="5 problem") as error:
-        run_config("stages=[distil]", "mixed_precision=fp16", "train.steps=0", "data.max_length=1", "target.dtype=int3")
-    lines = str(error.value).splitlines()
-    assert max(map(len, lines)) <= 80
-    assert "pydantic" not in str(error.value)
-    names = ("stages[0]=", "mixed_precision=", "train.steps=0: ", "data.max_length=1: ", "target.dtype=")
-    assert all(any(line.startswith(f"  - {name}") for line in lines) for name in names)
-
-
 def test_one_error_names_all_problems_of_variants() -> None:
     wrong = ('name=".."', "variants.a.train.stepz", "variants.a.drafter.beam_widht: there", "drafter.beam_widht: there is no")
     with pytest.raises(ValueError, match="4 problem") as error:
         run_config("name=..", "variants.a={train: {stepz: 3}, drafter: {beam_widht: 3}}", "drafter.beam_widht=2")
     assert all(text in str(error.value) for text in wrong)
+    assert max(map(len, str(error.value).splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
@@ -412,8 +403,3 @@ def test_a_recipe_may_name_a_suite_or_its_file_alone(tmp_path: Path, monkeypatch
         ("mine", "dir/mine.jsonl", None),
         ("stdlib", None, 3),
     ]
-
-
-def test_a_mistyped_beam_setting_is_an_error_before_the_training() -> None:
-    with raises(r"eval.settings\[0\]: the drafter redrafter has no option beam_widht"):
-        run_config("eval.settings=[{beam_widht: 4}]")

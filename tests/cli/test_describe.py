@@ -1,6 +1,6 @@
 """Descriptions of sections and options, compared with the config classes."""
 
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, fields
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -106,9 +106,3 @@ def test_recipes_are_printed_with_their_choices(capsys: pytest.CaptureFixture[st
     assert "drafter=eagle3" in capsys.readouterr().out
     with pytest.raises(ValueError, match="did you mean demo"):
         recipes_command(RecipesOptions(name="dmeo"))
-
-
-def test_a_missing_default_differs_from_a_null_default() -> None:
-    (option,) = (option for option in sections()["target"].options if option.name == "target.name_or_path")
-    assert option.required
-    assert option.default is MISSING

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli import main
 from outrider.cli.compose import load_recipe
 from outrider.cli.errors import (
     COMMAND_VARIABLE,
@@ -98,17 +97,3 @@ def test_a_strangers_text_cant_change_the_terminal_or_flood_it(capsys: pytest.Ca
     assert set(printed) & set("\x1b\x07\x9b\r\ud800") == set()
     assert len(printed) < 21_000
     assert "more characters)" in printed
-
-
-def test_ctrl_c_in_a_command_ends_it_as_in_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupt(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(main, "run_command", interrupt)
-    monkeypatch.setattr(sys, "argv", ["outrider", "tune", "--target", "x"])
-    with pytest.raises(SystemExit) as ended:
-        main.main()
-    assert ended.value.code == INTERRUPTED
-    printed = capsys.readouterr().err
-    assert printed.count("stopped by Ctrl-C") == 1
-    assert "outrider tune --target x" in printed

@@ -13,17 +13,16 @@ from outrider.cli.export import UNWANTED, WANTED, ExportOptions
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.saved.folder import record_weights
 from outrider.models.export.registry import ENGINES, FORMATS
-from outrider.models.llm.loading import load_target
+from outrider.models.llm.hf_target import HFTarget
 
 from ..commands import call
 
 
 @pytest.fixture
-def drafter(tiny_target_dir: Path, tmp_path: Path) -> Path:
-    target = load_target(str(tiny_target_dir), torch.device("cpu"))
+def drafter(tiny_target: HFTarget, tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    drafter = build_drafter(parse_drafter({"kind": "medusa", "num_heads": 2}), target)
-    save_drafter(drafter, tmp_path / "drafter", target.identity)
+    drafter = build_drafter(parse_drafter({"kind": "medusa", "num_heads": 2}), tiny_target)
+    save_drafter(drafter, tmp_path / "drafter", tiny_target.identity)
     return tmp_path / "drafter"
 
 
@@ -37,12 +36,11 @@ def test_an_exported_drafter_is_imported_unchanged(drafter, tiny_target_dir, tmp
         assert (tmp_path / "again" / name).read_bytes() == (drafter / name).read_bytes()
 
 
-def test_an_engine_names_the_format_of_the_drafters_kind(tiny_target_dir, tmp_path):
-    target = load_target(str(tiny_target_dir), torch.device("cpu"))
+def test_an_engine_names_the_format_of_the_drafters_kind(tiny_target, tiny_target_dir, tmp_path):
     names = {("eagle", "vllm"): "eagle1-vllm", ("eagle", "sglang"): "eagle1-sglang", ("draft_model", "vllm"): "transformers"}
     for (kind, engine), name in names.items():
         config = {"kind": kind, **({"num_layers": 1} if kind == "draft_model" else {})}
-        save_drafter(build_drafter(parse_drafter(config), target), tmp_path / kind, target.identity)
+        save_drafter(build_drafter(parse_drafter(config), tiny_target), tmp_path / kind, tiny_target.identity)
         output = tmp_path / f"{kind}-{engine}"
         arguments = ("export", tmp_path / kind, "--target", tiny_target_dir, "--to", engine, "--output", output)
         assert f"in the format {name}" in call(*arguments)
@@ -57,7 +55,7 @@ def test_the_help_lists_every_format_with_its_kind_and_the_engines():
     assert {name for served in ENGINES.values() for name in served.values()} <= {*FORMATS}
 
 
-def test_an_import_needs_no_tokenizer(drafter, tiny_target_dir, tmp_path):
+def test_an_import_needs_no_tokenizer(drafter, tiny_target, tiny_target_dir, tmp_path):
     call("export", drafter, "--target", tiny_target_dir, "--to", "medusa", "--output", tmp_path / "theirs")
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -68,7 +66,7 @@ def test_an_import_needs_no_tokenizer(drafter, tiny_target_dir, tmp_path):
     call("import", tmp_path / "theirs", "--target", bare, "--output", tmp_path / "published")
     assert json.loads((tmp_path / "published" / "config.json").read_text())["target"]["tokenizer_sha256"] == ""
     # The drafter fits the complete target too.
-    load_drafter(tmp_path / "published", load_target(str(tiny_target_dir), torch.device("cpu")))
+    load_drafter(tmp_path / "published", tiny_target)
     with pytest.raises(ValueError, match="target.name_or_path is './nowhere', and there is no such directory"):
         call("import", tmp_path / "theirs", "--target", "./nowhere", "--output", tmp_path / "none")
 
@@ -93,12 +91,12 @@ def test_numbers_that_a_narrower_type_cannot_hold_are_refused(drafter, tiny_targ
     call(*arguments, "--dtype", "bfloat16")
 
 
-def test_a_published_folder_is_read_with_options_of_drafting(drafter, tiny_target_dir, tmp_path):
+def test_a_published_folder_is_read_with_options_of_drafting(drafter, tiny_target, tiny_target_dir, tmp_path):
     call("export", drafter, "--target", tiny_target_dir, "--to", "medusa", "--output", tmp_path / "a", "--dtype", "bfloat16")
     (tmp_path / "a" / "outrider.json").unlink()
     options = ["--format", "medusa", "--setting", "{tree_nodes: 3}"]
     call("import", tmp_path / "a", "--target", tiny_target_dir, "--output", tmp_path / "b", *options)
-    again = load_drafter(tmp_path / "b", load_target(str(tiny_target_dir), torch.device("cpu")))
+    again = load_drafter(tmp_path / "b", tiny_target)
     assert again.config.tree_nodes == again.max_nodes == 3
 
 

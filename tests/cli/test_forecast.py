@@ -3,12 +3,11 @@
 import json
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from outrider.cli import forecast, samples
+from outrider.cli import forecast
 from outrider.cli.compose import forecast_command, load_recipe
 from outrider.cli.forecast import FILE, FOLDER, Sample, data_of_sample, short_training
 from outrider.data.config import DataConfig, DataSource
@@ -19,30 +18,14 @@ SAMPLE = Sample(num_texts=10, of_texts=40, is_labelled=False)
 
 
 @pytest.fixture
-def overrides(tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(samples, "SECONDS", 0.1)
+def overrides(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(forecast, "LEAST_LABELS", 40)
     monkeypatch.setattr(forecast, "LEAST_STEPS", 2)
     monkeypatch.setattr(forecast, "BATCH_SIZES", (1, 2))
     monkeypatch.setattr(forecast, "MOST_PROMPTS", 4)
     monkeypatch.setattr(measure, "TURNS", 1)
-    questions = tmp_path / "question.jsonl"
-    questions.write_text(
-        "".join(json.dumps({"question_id": i, "category": f"c{i}", "turns": ["Write.", "Again."]}) + "\n" for i in range(4))
-    )
-    return [
-        "demo",
-        f"output_dir={tmp_path / 'run'}",
-        f"target.name_or_path={tiny_target_dir}",
-        "num_threads=1",
-        "data={limit: 16, max_length: 96, prompt_chars: [20, 40]}",
-        "distill={horizon: 3, shard_examples: 8}",
-        "drafter={exit_width: 16, num_blocks: 1, head_init: random}",
-        "train={steps: 16, warmup_steps: 1, batch_size: 4, max_positions: 64, gradient_accumulation: 1}",
-        f"eval.suites=[{{name: mt_bench, path: {questions}}}]",
-        "eval={max_new_tokens: 12, temperatures: [0.0, 1.0], baselines: [suffix]}",
-        "eval.settings=[{beam_width: 2, beam_length: 3}]",
-    ]
+    more = ["data.limit=16", "distill.shard_examples=8", "train={steps: 16, batch_size: 4, max_positions: 64}"]
+    return [*overrides, *more, "eval={temperatures: [0.0, 1.0], baselines: [suffix]}"]
 
 
 def test_a_recipe_is_forecast_from_a_part_of_it(overrides, tmp_path, capsys):

@@ -4,25 +4,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
-from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.export import hub
-from outrider.models.llm.config import TargetConfig
-from outrider.models.llm.loading import load_target
 
 from ..commands import invoke
-
-
-@pytest.fixture(scope="module")
-def drafter(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        module = build_drafter(parse_drafter({"kind": "redrafter", "beam_width": 2, "beam_length": 2}), target)
-    directory = tmp_path_factory.mktemp("run") / "drafter"
-    save_drafter(module, directory, target.identity)
-    return directory
 
 
 @pytest.fixture
@@ -34,11 +19,11 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("httpx.Client.send", touched)
 
 
-def test_a_package_is_made_and_listed(drafter: Path, tmp_path: Path) -> None:
+def test_a_package_is_made_and_listed(tiny_drafter_dir: Path, tmp_path: Path) -> None:
     options = ["--licence", "apache-2.0", "--repo", "me/drafter"]
-    result = invoke(["package", str(drafter), "--output", str(tmp_path / "folder"), *options])
+    result = invoke(["package", str(tiny_drafter_dir), "--output", str(tmp_path / "folder"), *options])
     assert result.exit_code == 0, result.output
-    size = (drafter / "model.safetensors").stat().st_size
+    size = (tiny_drafter_dir / "model.safetensors").stat().st_size
     assert f"{size:,}  model.safetensors" in result.output
     assert "custom_generate/generate.py" in result.output
     card = (tmp_path / "folder" / "README.md").read_text()
@@ -47,9 +32,9 @@ def test_a_package_is_made_and_listed(drafter: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_network")
-def test_a_dry_run_lists_every_file_and_touches_no_network(drafter: Path, tmp_path: Path) -> None:
+def test_a_dry_run_lists_every_file_and_touches_no_network(tiny_drafter_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
-    invoke(["package", str(drafter), "--output", str(folder)])
+    invoke(["package", str(tiny_drafter_dir), "--output", str(folder)])
     result = invoke(["push", str(folder), "me/drafter", "--dry-run"])
     assert result.exit_code == 0, result.output
     paths = [path for path in folder.rglob("*") if path.is_file()]
@@ -60,8 +45,8 @@ def test_a_dry_run_lists_every_file_and_touches_no_network(drafter: Path, tmp_pa
 
 
 @pytest.mark.usefixtures("no_network")
-def test_a_push_lists_the_files_that_it_leaves_out_of_a_bare_drafters_folder(drafter: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(drafter, tmp_path / "drafter"))
+def test_a_push_lists_the_files_that_it_leaves_out_of_a_bare_drafters_folder(tiny_drafter_dir: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "drafter"))
     (folder / "README.md").write_text("# Mine\n")
     (folder / "tuned.json").write_text("{}")
     result = invoke(["push", str(folder), "me/drafter", "--dry-run"])
@@ -72,8 +57,8 @@ def test_a_push_lists_the_files_that_it_leaves_out_of_a_bare_drafters_folder(dra
 
 
 @pytest.mark.usefixtures("no_network")
-def test_a_package_prints_the_options_for_names_missing_from_the_card(drafter: Path, tmp_path: Path) -> None:
-    make = ["package", str(drafter), "--output"]
+def test_a_package_prints_the_options_for_names_missing_from_the_card(tiny_drafter_dir: Path, tmp_path: Path) -> None:
+    make = ["package", str(tiny_drafter_dir), "--output"]
     output = invoke([*make, str(tmp_path / "a")]).output
     assert "names the drafter by a local folder: `outrider package --repo user/name`" in output
     assert "names its target by a local folder: `outrider package --base-model user/name`" in output
@@ -86,8 +71,8 @@ def test_a_package_prints_the_options_for_names_missing_from_the_card(drafter: P
     "repo",
     ["drafter", "me/drafter/more", "me/drafter@v1", "https://huggingface.co/me/drafter", "me/-x", "me/x..y", "m\u00e9/x"],
 )
-def test_an_invalid_repository_name_is_refused_before_anything_is_done(drafter: Path, repo: str) -> None:
-    result = invoke(["push", str(drafter), repo])
+def test_an_invalid_repository_name_is_refused_before_anything_is_done(tiny_drafter_dir: Path, repo: str) -> None:
+    result = invoke(["push", str(tiny_drafter_dir), repo])
     assert result.exit_code == 2
     assert "is not the name of a repository; give user/name" in result.message
 
@@ -96,13 +81,3 @@ def test_no_option_takes_a_token() -> None:
     """Other users of the machine could read a token on a command line."""
     for command in ("push", "pull"):
         assert "token" not in invoke([command, "--help"]).output.replace("The token", "")
-
-
-@pytest.mark.usefixtures("no_network")
-def test_a_folder_with_unknown_files_is_refused_before_the_network(drafter: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    invoke(["package", str(drafter), "--output", str(folder)])
-    (folder / "optimizer.pt").write_bytes(b"x")
-    result = invoke(["push", str(folder), "me/drafter"])
-    assert result.exit_code == 2
-    assert "optimizer.pt (a state of training)" in result.message

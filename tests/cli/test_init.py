@@ -61,20 +61,25 @@ def write_chats(path: Path, number: int = 30) -> Path:
     return path
 
 
+def init(recipe: Path, target: Path | str, number: int = 30, **options: Any) -> None:
+    """Write a recipe for a target and so many texts."""
+    chats = write_chats(recipe.parent / "chats.jsonl", number)
+    init_command(InitOptions(recipe=recipe, target=str(target), data=chats, **options))
+
+
 def config_of(recipe: Path, *overrides: str) -> RunConfig:
     return load_recipe(str(recipe), *overrides)
 
 
 @pytest.mark.parametrize("drafter", kinds())
 def test_a_written_recipe_composes_from_any_folder_and_fits_the_target(drafter, qwen3, tmp_path, monkeypatch):
-    chats = write_chats(tmp_path / "chats.jsonl")
-    init_command(InitOptions(recipe=tmp_path / "my.yaml", target=str(qwen3), data=chats, drafter=drafter))
+    init(tmp_path / "my.yaml", qwen3, drafter=drafter)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     config = config_of(tmp_path / "my.yaml", "train.steps=20")
     kind = drafter.removesuffix("_dspark")
     assert (config.name, config.drafter["kind"], config.target.name_or_path) == ("my", kind, str(qwen3))
-    assert (config.data.source, config.data.path, config.data.split) == ("messages", str(chats), "train")
+    assert (config.data.source, config.data.path, config.data.split) == ("messages", str(tmp_path / "chats.jsonl"), "train")
     assert config.data.max_length < 256
     assert (config.eval.baselines, config.eval.merge) == (["prompt_lookup", "suffix", "recycling"], ["suffix", "recycling"])
     (suite,) = config.eval.suites
@@ -185,10 +190,9 @@ def test_sizes_are_found_under_the_names_of_each_family(config, facts, qwen3, tm
 
 
 def test_nothing_is_overwritten(qwen3: Path, tmp_path: Path) -> None:
-    chats = write_chats(tmp_path / "chats.jsonl")
     (tmp_path / "my.yaml").write_text("mine")
     with pytest.raises(ValueError, match=r"my\.yaml exists"):
-        init_command(InitOptions(recipe=tmp_path / "my.yaml", target=str(qwen3), data=chats))
+        init(tmp_path / "my.yaml", qwen3)
     assert (tmp_path / "my.yaml").read_text() == "mine"
 
 
@@ -202,14 +206,7 @@ def test_feature_layers_are_the_drafters_default(layers: int) -> None:
 def test_an_eagle3_for_a_shallow_target_is_exportable_or_the_recipe_says_that_it_isnt(layers, usual, qwen3, tmp_path):
     config = json.loads((qwen3 / "config.json").read_text()) | {"num_hidden_layers": layers, "layer_types": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    init_command(
-        InitOptions(
-            recipe=tmp_path / "a.yaml",
-            target=str(tmp_path),
-            data=write_chats(tmp_path / "chats.jsonl"),
-            chat_template="vicuna_v1.1",
-        )
-    )
+    init(tmp_path / "a.yaml", tmp_path, chat_template="vicuna_v1.1")
     written = config_of(tmp_path / "a.yaml")
     assert bool(written.export.formats) == (usual is not None)
     assert usual is None or f"formats: [{usual}]" in (tmp_path / "a.yaml").read_text()
@@ -224,9 +221,7 @@ def test_a_large_vocabulary_makes_a_smaller_head(qwen3: Path, tmp_path: Path) ->
     config = json.loads((qwen3 / "config.json").read_text()) | {"vocab_size": 151_936, "max_position_embeddings": 40_960}
     (large / "config.json").write_text(json.dumps({"text_config": config}))
     (large / "chat_template.jinja").write_text("{{ enable_thinking }}")
-    init_command(
-        InitOptions(recipe=tmp_path / "large.yaml", target=str(large), data=write_chats(tmp_path / "chats.jsonl", 400))
-    )
+    init(tmp_path / "large.yaml", large, 400)
     config = config_of(tmp_path / "large.yaml")
     assert config.drafter["draft_vocab_size"] == 8_000, "a tenth of the tiny target has no room for more"
     assert config.drafter["feature_layers"] == [1, 3, 5]
@@ -252,9 +247,7 @@ def test_a_recipe_that_cannot_be_written_is_an_error(target, drafter, message, q
     T5Config().save_pretrained(tmp_path / "t5")
     folder = target.format(empty=tmp_path / "empty", bare=tmp_path / "bare", t5=tmp_path / "t5", qwen3=qwen3)
     with pytest.raises(ValueError, match=message):
-        init_command(
-            InitOptions(recipe=tmp_path / "my.yaml", target=folder, data=write_chats(tmp_path / "chats.jsonl"), drafter=drafter)
-        )
+        init(tmp_path / "my.yaml", folder, drafter=drafter)
     assert not (tmp_path / "my.yaml").exists()
 
 
@@ -328,9 +321,7 @@ def test_a_damaged_config_is_named_and_an_empty_part_ignored(qwen3: Path, tmp_pa
 
 def test_the_printed_command_can_be_pasted(qwen3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "my runs").mkdir()
-    init_command(
-        InitOptions(recipe=tmp_path / "my runs/a.yaml", target=str(qwen3), data=write_chats(tmp_path / "chats.jsonl", 1))
-    )
+    init(tmp_path / "my runs/a.yaml", qwen3, 1)
     printed = capsys.readouterr().out
     assert f"outrider run '{tmp_path}/my runs/a.yaml' --plan" in printed
     assert "on 1 record (messages)" in printed

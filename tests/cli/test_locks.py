@@ -5,26 +5,20 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-import torch
 
 from outrider.data.files import locked
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.llm.hf_target import HFTarget
-from outrider.models.llm.loading import load_target
 
 from ..commands import call
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> HFTarget:
-    return load_target(str(tiny_target_dir), torch.device("cpu"))
-
-
 @pytest.fixture
-def run(target: HFTarget, tmp_path: Path) -> Path:
+def run(tiny_target: HFTarget, tmp_path: Path) -> Path:
     """Make a run's folder with a drafter. Its lock file stays when its commands have ended."""
     folder = tmp_path / "run"
-    save_drafter(build_drafter(parse_drafter({"kind": "medusa", "num_heads": 2}), target), folder / "drafter", target.identity)
+    drafter = build_drafter(parse_drafter({"kind": "medusa", "num_heads": 2}), tiny_target)
+    save_drafter(drafter, folder / "drafter", tiny_target.identity)
     with locked(folder):
         pass
     return folder

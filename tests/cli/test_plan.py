@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +9,6 @@ import pytest
 import torch
 
 from outrider.cli import plan, samples
-from outrider.cli.compose import compose, read_run_line
-from outrider.cli.run import run
 from outrider.cli.samples import FIRST_SIZE, REPEATS, batch_seconds, cut, grow, mean_tokens
 from outrider.data.types import Example
 from outrider.distill.config import DECODER_ROWS
@@ -19,33 +16,9 @@ from outrider.distill.regenerate.engine import Limits
 from outrider.eval.measure.timing import Generation
 from outrider.models.decoding.stopping import Finish
 from outrider.models.decoding.types import Step
-from outrider.models.llm.loading import load_target
 from outrider.train.setup import LossModule
 
-
-@pytest.fixture
-def overrides(tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(samples, "SECONDS", 0.1)
-    questions = tmp_path / "question.jsonl"
-    turns = ["Write a line.", "Write it again."]
-    questions.write_text("".join(json.dumps({"question_id": i, "category": "x", "turns": turns}) + "\n" for i in range(3)))
-    return [
-        f"output_dir={tmp_path / 'run'}",
-        f"target.name_or_path={tiny_target_dir}",
-        "num_threads=1",
-        "data={limit: 5, max_length: 96, prompt_chars: [20, 40]}",
-        "distill={horizon: 3, shard_examples: 2}",
-        "drafter={exit_width: 16, num_blocks: 1, head_init: random}",
-        "train={steps: 3, warmup_steps: 1, batch_size: 2, max_positions: 32, gradient_accumulation: 1}",
-        f"eval.suites=[{{name: mt_bench, path: {questions}}}]",
-        "eval={max_new_tokens: 12, profile_prompts: 1}",
-        "eval.settings=[{beam_width: 2, beam_length: 3}]",
-    ]
-
-
-def run_here(*overrides: str) -> None:
-    line = read_run_line(overrides)
-    run(compose(line).config(), plan=line.values.get("plan", False))
+from .conftest import NUM_PROMPTS, run_here
 
 
 def titles(printed: str) -> list[str]:
@@ -70,8 +43,7 @@ def seconds_of(printed: str) -> int:
         (0.001, [16, 64, 100, 100, 100, 100, 100]),  # fast: the whole, repeated
     ],
 )
-def test_portions_grow_while_the_clock_leaves_time(seconds_per_token, sizes, tiny_target_dir, monkeypatch):
-    target = load_target(str(tiny_target_dir), torch.device("cpu"))
+def test_portions_grow_while_the_clock_leaves_time(seconds_per_token, sizes, tiny_target, monkeypatch):
     now, asked = [0.0], list[int]()
 
     def step(size: int) -> int:
@@ -80,7 +52,7 @@ def test_portions_grow_while_the_clock_leaves_time(seconds_per_token, sizes, tin
         return size
 
     monkeypatch.setattr(samples, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    results = grow(step, 100, target)
+    results = grow(step, 100, tiny_target)
     assert asked == sizes
     assert sizes[0] == FIRST_SIZE
     assert results == ([100] * REPEATS if sizes[-1] == 100 else sizes[-1:])
@@ -118,7 +90,7 @@ def test_the_length_of_answers_counts_those_that_the_measurement_cut() -> None:
 
 
 def test_a_plan_has_every_stage_and_writes_nothing(overrides, tmp_path, capsys):
-    run_here("conf=demo", *overrides, "plan=true")
+    run_here(*overrides, "plan=true")
     printed = capsys.readouterr().out
     assert titles(printed) == ["labels", "train", "eval"]
     assert printed.splitlines()[-1].startswith("Whole run: about 0:0")
@@ -130,9 +102,9 @@ def test_a_plan_has_every_stage_and_writes_nothing(overrides, tmp_path, capsys):
 
 
 def test_the_planned_counts_are_those_of_the_run(overrides, tmp_path, capsys):
-    run_here("conf=demo", *overrides, "plan=true", "stages=[distill]")
+    run_here(*overrides, "plan=true", "stages=[distill]")
     printed = capsys.readouterr().out
-    run_here("conf=demo", *overrides, "stages=[distill]")
+    run_here(*overrides, "stages=[distill]")
     statistics = json.loads((tmp_path / "run" / "distill" / "stats.json").read_text())
     counts = f"of about {statistics['num_text_tokens']:,} tokens, {statistics['num_positions']:,} with a label"
     assert f"{statistics['num_examples']} texts {counts}" in printed
@@ -154,7 +126,7 @@ def test_the_planned_time_agrees_with_the_stage(unit, stage, overrides, tmp_path
     monkeypatch.setattr(LossModule, "forward", slow)
     monkeypatch.setattr(samples, "label_shard", slow_labels)
     monkeypatch.setattr(samples, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    changes = ["conf=demo", *overrides, "train.gradient_accumulation=2"]
+    changes = [*overrides, "train.gradient_accumulation=2"]
     if stage == "train":
         run_here(*changes, "stages=[distill]")
     capsys.readouterr()
@@ -171,7 +143,7 @@ def test_the_planned_time_agrees_with_the_stage(unit, stage, overrides, tmp_path
 @pytest.mark.parametrize(("engine", "rows"), [("decoder", DECODER_ROWS), ("batch", 3)])
 def test_answers_are_planned_before_their_labels(engine, rows, overrides, capsys):
     distill = f"distill={{engine: {engine}, max_new_tokens: 24, shard_examples: 3}}"
-    run_here("conf=demo", *overrides, "plan=true", "stages=[distill]", distill)
+    run_here(*overrides, "plan=true", "stages=[distill]", distill)
     printed = capsys.readouterr().out
     assert titles(printed) == ["answers", "labels"]
     assert re.search(rf"5 answers of about \d+ tokens, in batches of {rows}\n", printed)
@@ -183,24 +155,24 @@ def test_the_window_is_for_the_texts_that_are_labelled(engine, overrides, monkey
     asked: list[int] = []
     monkeypatch.setattr(plan, "answer_limits", lambda *args: Limits(max_new_tokens=8, max_tokens=50))
     monkeypatch.setattr(plan, "require_labels", lambda target, num_tokens, *args, **options: asked.append(num_tokens))
-    run_here("conf=demo", *overrides, "plan=true", "stages=[distill]", f"distill.engine={engine}")
+    run_here(*overrides, "plan=true", "stages=[distill]", f"distill.engine={engine}")
     assert asked == [96 if engine == "null" else 50]
 
 
 def test_a_too_small_disk_and_a_long_run_are_shown(overrides, monkeypatch, capsys):
     monkeypatch.setattr(plan, "free_bytes", lambda folder: 1)
-    run_here("conf=demo", *overrides, "plan=true", "stages=[train]", "train.steps=1000000000")
+    run_here(*overrides, "plan=true", "stages=[train]", "train.steps=1000000000")
     printed = capsys.readouterr().out
     assert "NOT ENOUGH" in printed
     assert "For a first try" in printed.splitlines()[-1]
 
 
 def test_training_is_planned_without_shards_and_finished_stages_are_left_out(overrides, tmp_path, capsys):
-    run_here("conf=demo", *overrides, "plan=true", "stages=[train]")
+    run_here(*overrides, "plan=true", "stages=[train]")
     assert titles(capsys.readouterr().out) == ["train"]
-    run_here("conf=demo", *overrides, "stages=[distill,train]")
+    run_here(*overrides, "stages=[distill,train]")
     capsys.readouterr()
-    run_here("conf=demo", *overrides, "stages=[distill,train]", "plan=true")
+    run_here(*overrides, "stages=[distill,train]", "plan=true")
     printed = capsys.readouterr().out
     assert titles(printed) == []
     assert [line.split(":")[0] for line in printed.splitlines() if ": finished in " in line] == ["distill", "train"]
@@ -208,7 +180,7 @@ def test_training_is_planned_without_shards_and_finished_stages_are_left_out(ove
 
 def test_a_suite_that_cant_be_read_leaves_the_other_stages_planned(overrides, capsys, caplog):
     with caplog.at_level("WARNING", "outrider"):
-        run_here("conf=demo", *overrides, "plan=true", "eval.suites=[{name: gsm8k}]")
+        run_here(*overrides, "plan=true", "eval.suites=[{name: gsm8k}]")
     assert titles(capsys.readouterr().out) == ["labels", "train"]
     messages = [record.getMessage() for record in caplog.records if record.name == "outrider.cli.run"]
     (line,) = [message for message in messages if "the plan has no evaluation" in message]
@@ -217,18 +189,18 @@ def test_a_suite_that_cant_be_read_leaves_the_other_stages_planned(overrides, ca
 
 def test_the_evaluation_counts_all_answers(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     changes = ["eval.batch_sizes=[1,3]", "eval.temperatures=[0.0,1.0]", "eval.repeats=2"]
-    run_here("conf=demo", *overrides, "plan=true", "stages=[eval]", *changes)
-    answers = 3 * 2 * 6 * 2 * 2 * 2  # prompts, turns, methods, temperatures, sizes, repeats
+    run_here(*overrides, "plan=true", "stages=[eval]", *changes)
+    answers = NUM_PROMPTS * 2 * 6 * 2 * 2 * 2  # prompts, turns, methods, temperatures, sizes, repeats
     assert f"{answers} answers by 6 methods" in capsys.readouterr().out
 
 
 def test_a_busy_machine_is_named(overrides, monkeypatch, capsys):
     changes = ["plan=true", "stages=[train]", "train.validation_texts=2", "train.validation_tokens=8"]
     monkeypatch.setattr("os.getloadavg", lambda: (100.0, 0.0, 0.0))
-    run_here("conf=demo", *overrides, *changes)
+    run_here(*overrides, *changes)
     printed = capsys.readouterr().out
     assert "load 100.0" in printed
     assert "validation: about" in printed
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
-    run_here("conf=demo", *overrides, *changes)
+    run_here(*overrides, *changes)
     assert "load" not in capsys.readouterr().out

@@ -10,10 +10,10 @@ import transformers
 from accelerate import Accelerator
 
 from outrider.cli import rehearsal
-from outrider.cli.compose import compose, load_recipe, read_run_line
+from outrider.cli.compose import load_recipe
 from outrider.cli.config import DrafterRun
 from outrider.cli.rehearsal import rehearse
-from outrider.cli.run import run, training_labels
+from outrider.cli.run import training_labels
 from outrider.data.manifest import Manifest
 from outrider.distill.config import DistillConfig
 from outrider.models.drafters import parse_drafter
@@ -24,6 +24,7 @@ from outrider.train import setup
 from outrider.train.config import TrainConfig
 
 from ..tiny_models import IDENTITY
+from .conftest import run_here
 
 SIZES = {
     "vocab_size": 100,
@@ -119,27 +120,9 @@ def test_a_rehearsal_says_what_it_tries(tmp_path, accelerator, caplog):
 
 
 @pytest.fixture
-def options(tiny_target_dir: Path, tmp_path: Path) -> list[str]:
-    questions = tmp_path / "question.jsonl"
-    questions.write_text('{"question_id": 81, "category": "writing", "turns": ["Write a line.", "Write it again."]}\n')
-    return [
-        "conf=demo",
-        f"output_dir={tmp_path / 'run'}",
-        f"target.name_or_path={tiny_target_dir}",
-        "data={limit: 4, max_length: 96, prompt_chars: [20, 40]}",
-        "distill={horizon: 3}",
-        "drafter={exit_width: 16, num_blocks: 1, head_init: random}",
-        "train={steps: 1, warmup_steps: 0, batch_size: 2, max_positions: 32, validation_texts: 0}",
-        f"eval.suites=[{{name: mt_bench, path: {questions}}}]",
-        "eval={max_new_tokens: 8, profile_prompts: 0}",
-        "eval.settings=[{beam_width: 2, beam_length: 2}]",
-        "stages=[distill,train,eval]",
-    ]
-
-
-def run_here(*overrides: str) -> None:
-    line = read_run_line(overrides)
-    run(compose(line).config(), plan=line.values.get("plan", False))
+def options(overrides: list[str]) -> list[str]:
+    few = ["data.limit=4", "train={steps: 1, warmup_steps: 0, validation_texts: 0}", "stages=[distill,train,eval]"]
+    return [*overrides, *few, "eval={max_new_tokens: 8, profile_prompts: 0}"]
 
 
 @pytest.mark.parametrize("place", ["loss", "propose"])

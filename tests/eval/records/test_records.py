@@ -93,10 +93,3 @@ def test_a_record_of_an_earlier_version_is_read(tmp_path: Path, make_record: Mak
     path.write_text(altered(make_record(), tree_tokens={"separate": [6, 6], "shared": [4, 4]}, drawn=True) + "\n")
     with RecordFile(path) as file:
         assert len(file.records) == 1
-
-
-def test_number_of_steps_is_the_histogram_and_seconds_include_the_prefill(make_record: MakeRecord) -> None:
-    record = make_record(accepted_histogram=[1, 0, 2])
-    assert record.num_steps == 3
-    assert record.num_verify_tokens == 7
-    assert record.seconds == 1.0

@@ -37,8 +37,7 @@ def write_run(make_record: MakeRecord, tmp_path: Path) -> WriteRun:
 
     Plain decoding takes 1 s for each prompt, or for both in one batch. The `methods`, options by
     name, take half of that. The answers of `wrong` methods differ from plain decoding's. The audit
-    explains the differences of the prompts `noise`. `drafted` changes the records of the methods, and
-    `profiled` those with phases. `row` replaces values in the summary's rows.
+    explains the differences of the prompts `noise`. `row` replaces values in the summary's rows.
     """
 
     def write(
@@ -50,8 +49,6 @@ def write_run(make_record: MakeRecord, tmp_path: Path) -> WriteRun:
         wrong: Sequence[str] = (),
         noise: Sequence[str] = (),
         record: Changes | None = None,
-        profiled: Changes | None = None,
-        drafted: Changes | None = None,
         row: Changes | None = None,
         config: Changes | None = None,
         environment: Changes | None = None,
@@ -77,7 +74,7 @@ def write_run(make_record: MakeRecord, tmp_path: Path) -> WriteRun:
         info = RunInfo(config={**written, **(config or {})}, environment=made_in, roofline=ROOFLINE)
         shared: Changes = {"batch_size": batch_size, "num_rows": min(2, batch_size), "config_digest": info.config_digest}
         shared |= {"temperature": temperature, "environment_digest": made_in.digest, **(record or {})}
-        records = two_answers(make_record, shared, list(methods), wrong, profiled or {}, drafted or {})
+        records = two_answers(make_record, shared, list(methods), wrong)
         audits = {
             wrong_record.answer_digest: Audit(
                 deficit=0.0 if batch_size > 1 else 0.1,
@@ -100,9 +97,7 @@ def write_run(make_record: MakeRecord, tmp_path: Path) -> WriteRun:
     return write
 
 
-def two_answers(
-    make_record: MakeRecord, shared: Changes, methods: Sequence[str], wrong: Sequence[str], profiled: Changes, changes: Changes
-) -> list[EvalRecord]:
+def two_answers(make_record: MakeRecord, shared: Changes, methods: Sequence[str], wrong: Sequence[str]) -> list[EvalRecord]:
     """Return the timed and profiled answers of all methods to two prompts."""
     records = []
     for prompt, category in (("81", "writing"), ("82", "math")):
@@ -116,14 +111,12 @@ def two_answers(
                 "label": method,
                 "accepted_histogram": [1, 0, 1],
                 "num_draft_tokens": 14,
-                **changes,
             }
             drafted["token_ids"] = [0, 1, 2, 3, 9 if method in wrong else 4]
             phases = PhaseSeconds(draft=0.25, verify=0.25, accept=0.1)
-            counts: Changes = {"phase_seconds": phases, **profiled}
             records += [
                 make_record(**drafted, prefill_seconds=0.25, decode_seconds=0.25),
-                make_record(**{**drafted, **counts}),
+                make_record(**drafted, phase_seconds=phases),
             ]
     return records
 

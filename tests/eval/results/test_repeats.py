@@ -8,7 +8,6 @@ import pytest
 from outrider.eval.records.records import BASELINE, EvalRecord
 from outrider.eval.results.figures import counted, is_noisy, is_slow
 from outrider.eval.results.notes import headline, speed_note
-from outrider.eval.results.rows import Row
 
 from ..conftest import MakeRecord, info_of, rows_of
 
@@ -47,10 +46,6 @@ def stalled(records: list[EvalRecord], seconds: float, repeats: tuple[int, ...] 
         else record
         for record in records
     ]
-
-
-def by_method(rows: list[Row]) -> dict[str, Row]:
-    return {row["method"]: row for row in rows}
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,13 @@ from transformers import (
 
 from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.export.package import make_package
-from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.identity import tokenizer_digest
-from outrider.models.llm.loading import load_target
 
+from ...eval.conftest import tiny_target
 from ...tiny_models import IDENTITY
+
+__all__ = ["tiny_target"]
 
 HIDDEN, VOCAB = 32, 300
 PROMPT = torch.tensor([[1, 70, 71, 72, 2]])
@@ -118,19 +119,18 @@ def model(tiny_target_dir: Path) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="session")
-def drafter_dirs(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def drafter_dirs(tiny_target: HFTarget, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Save an untrained drafter of each kind: some of its drafts are right, most are wrong.
 
     Tests must not change the folders.
     """
-    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
     directories = {}
     for kind, options in KINDS.items():
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            drafter = build_drafter(parse_drafter({"kind": kind, **options}), target)
+            drafter = build_drafter(parse_drafter({"kind": kind, **options}), tiny_target)
         directories[kind] = tmp_path_factory.mktemp(kind) / "drafter"
-        save_drafter(drafter, directories[kind], target.identity)
+        save_drafter(drafter, directories[kind], tiny_target.identity)
     return directories
 
 

@@ -9,7 +9,6 @@ from transformers import (
     GenerationConfig,
     MaxLengthCriteria,
     PreTrainedModel,
-    StaticCache,
     StoppingCriteriaList,
     StopStringCriteria,
 )
@@ -131,7 +130,9 @@ def test_warpers_change_no_greedy_text(model, package):
             "cache_implementation='paged'",
         ),
         ({"position_ids": torch.arange(3, 8)[None]}, "doesn't support position_ids"),
+        ({"past_key_values": DynamicCache()}, "doesn't support past_key_values"),  # also an empty one
         ({"synced_gpus": True}, "doesn't support synced_gpus=True"),
+        ({"max_new_token": 5}, "'max_new_token'"),
         ({"tokenizer": "gpt2"}, "tokenizer is 'gpt2'; give the model's tokenizer"),
         ({"input_ids": BATCH.flip(1), "attention_mask": MASK.flip(1)}, "pad on the left"),
         ({"drafter_options": {"num_layers": 5}}, "num_layers can't be changed"),
@@ -167,19 +168,3 @@ def test_wrong_values_of_our_arguments_are_errors_with_value_and_remedy(options,
 def test_arguments_that_change_no_answer_are_accepted(model, package, options):
     plain = model.generate(input_ids=PROMPT, max_new_tokens=8)
     assert torch.equal(generate(model, drafter=package, input_ids=PROMPT, max_new_tokens=8, **options), plain)
-
-
-def test_a_misspelt_option_is_refused(model, package):
-    with pytest.raises(ValueError, match="max_new_token"):
-        generate(model, drafter=package, input_ids=PROMPT, max_new_token=5)
-
-
-@pytest.mark.parametrize("kind", ["filled", "empty", "static"])
-def test_a_callers_cache_is_an_error(model, package, kind):
-    caches = {
-        "filled": lambda: model(PROMPT, use_cache=True).past_key_values,
-        "empty": lambda: DynamicCache(config=model.config),
-        "static": lambda: StaticCache(config=model.config, max_cache_len=64),
-    }
-    with pytest.raises(ValueError, match="doesn't support past_key_values"):
-        generate(model, drafter=package, input_ids=PROMPT, past_key_values=caches[kind](), max_new_tokens=3)

@@ -23,8 +23,6 @@ from outrider.models.drafters.saved.build import starting_weights
 from outrider.models.drafters.saved.download import resolve_drafter
 from outrider.models.drafters.saved.folder import record_weights
 from outrider.models.export.hub import pull, push
-from outrider.models.llm.config import TargetConfig
-from outrider.models.llm.loading import load_target
 
 from ...commands import invoke
 from .hub_server import READER, WRITER, Hub, serving
@@ -252,32 +250,29 @@ def test_a_pull_into_a_folder_with_files_is_an_error(hub, folder):
 # --- drafters by their name on the Hub
 
 
-def test_a_drafter_is_loaded_from_the_hub_without_its_code(hub, folder, tiny_target_dir):
+def test_a_drafter_is_loaded_from_the_hub_without_its_code(hub, folder, tiny_target):
     pushed = push(folder, REPO, public=True)
     assert (pushed.private, hub.repositories[REPO].private) == (False, False)
     hub.requests.clear()
-    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
-    there, here = load_drafter(REPO, target, beam_width=2), load_drafter(folder, target)
+    there, here = load_drafter(REPO, tiny_target, beam_width=2), load_drafter(folder, tiny_target)
     assert there.config.beam_width == 2
     assert all(torch.equal(tensor, here.state_dict()[name]) for name, tensor in there.state_dict().items())
     fetched = {request.rpartition("/")[2] for request in hub.requests if "/resolve/" in request}
     assert fetched == {"config.json", "model.safetensors"}
 
 
-def test_a_revision_on_the_hub_may_hold_another_kind_of_drafter(hub, folder, package_dirs, tiny_target_dir):
+def test_a_revision_on_the_hub_may_hold_another_kind_of_drafter(hub, folder, package_dirs, tiny_target):
     push(folder, REPO)
     heads = push(package_dirs["medusa"], REPO, revision="heads").commit
     assert resolve_drafter(f"{REPO}@heads").name == resolve_drafter(REPO, "heads").name == heads
     assert resolve_drafter(REPO).name == hub.repositories[REPO].branches["main"] != heads
-    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
-    assert type(load_drafter(REPO, target, beam_width=2)) is Redrafter
-    assert type(load_drafter(REPO, target, revision="heads")) is Medusa
+    assert type(load_drafter(REPO, tiny_target, beam_width=2)) is Redrafter
+    assert type(load_drafter(REPO, tiny_target, revision="heads")) is Medusa
 
 
-def test_training_starts_from_a_drafter_on_the_hub(hub, folder, tiny_target_dir):
+def test_training_starts_from_a_drafter_on_the_hub(hub, folder, tiny_target):
     push(folder, REPO)
-    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
-    started, there = build_drafter(parse_drafter({"start_from": REPO}), target), load_drafter(folder, target)
+    started, there = build_drafter(parse_drafter({"start_from": REPO}), tiny_target), load_drafter(folder, tiny_target)
     assert all(torch.equal(tensor, there.state_dict()[name]) for name, tensor in started.state_dict().items())
     assert starting_weights(parse_drafter({"start_from": f"{REPO}@main"})) == sha256_file(folder / "model.safetensors")
 
