@@ -103,20 +103,20 @@ def test_a_published_folder_is_read_with_options_of_drafting(drafter, tiny_targe
 def test_mistakes_are_errors_before_anything_is_loaded(drafter, tiny_target_dir, tmp_path, monkeypatch):
     target = ("--target", tiny_target_dir, "--output", tmp_path / "out")
     monkeypatch.setattr("outrider.models.llm.loading.load_target", lambda *arguments: pytest.fail("the target was loaded"))
-    with pytest.raises(ValueError, match=r"the format is 'tgi'; choose one of .*eagle1-vllm \(eagle\)"):
-        call("export", drafter, *target, "--to", "tgi")
-    with pytest.raises(ValueError, match="doesn't serve drafters of the kind medusa, .*eagle3.* as medusa, tensorrt-llm"):
-        call("export", drafter, *target, "--to", "vllm")
-    with pytest.raises(ValueError, match='dtype="int8": must be one of'):
-        call("export", drafter, *target, "--to", "medusa", "--dtype", "int8")
-    with pytest.raises(ValueError, match="exists already; name a new folder"):
-        call("import", drafter, "--target", tiny_target_dir, "--output", drafter)
-    with pytest.raises(ValueError, match="there is no local folder nobody/nothing, and as a name on the Hub"):
-        call("import", "nobody/nothing", *target)
-    with pytest.raises(ValueError, match="no/such/folder is neither a local folder nor a name on the Hub"):
-        call("import", "no/such/folder", *target)
-    with pytest.raises(ValueError, match="match no known format"):
-        call("import", drafter, *target)
+    for arguments, message in (
+        (("export", drafter, *target, "--to", "tgi"), r"the format is 'tgi'; choose one of .*eagle1-vllm \(eagle\)"),
+        (
+            ("export", drafter, *target, "--to", "vllm"),
+            "doesn't serve drafters of the kind medusa, .*eagle3.* as medusa, tensorrt-llm",
+        ),
+        (("export", drafter, *target, "--to", "medusa", "--dtype", "int8"), 'dtype="int8": must be one of'),
+        (("import", drafter, *target, "--output", drafter), "exists already; name a new folder"),
+        (("import", "nobody/nothing", *target), "there is no local folder nobody/nothing, and as a name on the Hub"),
+        (("import", "no/such/folder", *target), "no/such/folder is neither a local folder nor a name on the Hub"),
+        (("import", drafter, *target), "match no known format"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(*arguments)
     assert not (tmp_path / "out").exists()
 
 
