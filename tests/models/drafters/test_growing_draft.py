@@ -26,7 +26,9 @@ from outrider.models.drafters.training_free import Candidates
 from outrider.models.llm.hf_target import HFTarget
 
 from ...decoded import texts_of
+from ...rules.enumerate_rules import EXACT, ScriptedChance, total_variation
 from ..paths import path_to
+from .tiny_texts import PROMPT, TEMPERATURE, VOCAB, code, joint, make_tiny
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
 ONE, ALL = PROMPTS[:1], PROMPTS
@@ -497,3 +499,49 @@ def test_damaged_weights_are_an_error(target, twin):
     twin.model.lm_head.weight = torch.nn.Parameter(torch.full_like(twin.model.lm_head.weight, float("nan")))
     with pytest.raises(ValueError, match="NaN"):
         drafter.propose(state, torch.tensor([30]))
+
+
+# --- certificate
+
+
+@torch.inference_mode()
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "tree_nodes"), [("steady", 1), pytest.param("expected", 2, marks=pytest.mark.long)])
+def test_all_outcomes_of_steps_with_a_re_rooted_tree_sum_to_the_targets_distribution(target, policy, tree_nodes, kept):
+    """Whole texts, with every outcome of every draw, a clock that jumps, and passes that wait."""
+    large, small = make_tiny(target, seed=0), make_tiny(target, seed=1)
+    length = 3
+    acceptance = SpeculativeSampling(sampling=Sampling(temperature=TEMPERATURE))
+    actual, num_outcomes, accepted = torch.zeros(VOCAB**length, dtype=torch.float64), 0, set()
+    script: list[int] | None = []
+    while script is not None:
+        # The clock and what the drafter learns begin anew, so that equal draws have equal trees.
+        time_and_waits = random.Random(1)
+        drafter = growing(small, tree_nodes=tree_nodes)
+        if policy == "steady":
+            drafter = steady(small, num_reads=4, width=2, num_nodes=tree_nodes)
+        drafter.clock = lambda: time_and_waits.choice([0.0, 0.1, 1.0])  # noqa: B023
+        chance = ScriptedChance(script, 1)
+        emitted: list[int] = []
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(large, "verify", waiting(large.verify, time_and_waits))
+            steps = generate(large, drafter, acceptance, [torch.tensor(PROMPT)], max_new_tokens=length, generator=chance)
+            for step in steps:
+                accepted |= set(step.num_accepted)
+                emitted += step.tokens[0]
+        actual[int(code(torch.tensor([emitted])))] += float(chance.weight)
+        num_outcomes += 1
+        script = chance.next_script()
+    assert num_outcomes >= VOCAB**length
+    assert accepted >= {0, 1}
+    assert policy == "expected" or max(kept) > 0
+    assert total_variation(actual, joint(large.model, length)) < EXACT
+
+
+def waiting(verify, chance: random.Random) -> Any:
+    def waiting_verify(last_token, tree, *, meanwhile):
+        for _ in range(chance.randrange(3)):
+            meanwhile(1e6)
+        return verify(last_token, tree)
+
+    return waiting_verify
