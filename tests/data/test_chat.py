@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, processors, tra
 from transformers import PreTrainedTokenizerFast
 
 from outrider.data.answers import MAX_TURNS, AnswerFinder
-from outrider.data.chat import encode_prompt, use_chat_template
+from outrider.data.chat import use_chat_template
 from outrider.data.conversations import Conversation, Turn
 from outrider.data.examples import encode_conversations
 from outrider.data.types import Example
@@ -126,15 +126,6 @@ def test_the_masked_tokens_are_the_answers_and_their_end_tokens(template, kind, 
     assert example.input_ids.tolist() == tokenizer(text, add_special_tokens=False).input_ids
 
 
-def test_the_mask_equals_that_of_transformers(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer = with_template(tiny_tokenizer, MARKED)
-    messages = [{"role": turn.role, "content": turn.content} for turn in chat(ANSWERS).turns]
-    theirs = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
-    (ours,) = encode([chat(ANSWERS)], tokenizer)
-    assert ours.input_ids.tolist() == theirs["input_ids"]
-    assert ours.loss_mask.int().tolist() == theirs["assistant_masks"]
-
-
 def test_an_answer_that_begins_with_a_space_is_kept_under_trimmed_offsets(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     """transformers' mask ends at the first answer whose first character no token covers."""
     tokenizer = with_template(tiny_tokenizer, MARKED)
@@ -244,17 +235,3 @@ def test_a_conversation_of_very_many_turns_is_dropped_at_once(tiny_tokenizer: Pr
     examples, dropped = encode_conversations([conversation("Hi", "Yes.", id="good"), endless], finder(tokenizer), 64)
     assert [example.id for example in examples] == ["good"]
     assert dropped == {f"more than {MAX_TURNS} turns": 1}
-
-
-@pytest.mark.parametrize("template", [VICUNA, CHATML, LLAMA2, MISTRAL], ids=["vicuna", "chatml", "llama2", "mistral"])
-def test_an_answer_starts_where_its_prompt_ends(template: str, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    """Otherwise the drafter would be trained on other positions than it drafts at."""
-    tokenizer = with_template(tiny_tokenizer, template)
-    turns = chat(ANSWERS).turns
-    (example,) = encode([chat(ANSWERS)], tokenizer)
-    for last in range(1, len(turns), 2):
-        prompt = encode_prompt(turns[:last], tokenizer)
-        length = prompt.shape[1]
-        assert torch.equal(prompt[0], example.input_ids[:length])
-        assert not example.loss_mask[length - 1]
-        assert example.loss_mask[length]

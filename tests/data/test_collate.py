@@ -9,23 +9,9 @@ from outrider.data.config import STATE_DTYPES
 from outrider.data.states import StoredStates, encode_states, joined, state_bytes
 from outrider.data.types import UNKNOWN, DistilledExample, DrafterBatch, Example, TargetReads, TopTokens
 
+from ..host_reads import HostReads, ScalarReads
+
 INDEX_BYTES = 8
-
-
-def test_text_labels_by_eye() -> None:
-    """Two turns: labels stop at the end of a turn and never continue in the next one."""
-    ids = torch.tensor([10, 11, 12, 13, 14, 15, 16])
-    mask = torch.tensor([0, 0, 1, 1, 0, 1, 1], dtype=torch.bool)
-    expected = [
-        [UNKNOWN, UNKNOWN, UNKNOWN],
-        [12, 13, UNKNOWN],
-        [13, UNKNOWN, UNKNOWN],
-        [UNKNOWN, UNKNOWN, UNKNOWN],
-        [15, 16, UNKNOWN],
-        [16, UNKNOWN, UNKNOWN],
-        [UNKNOWN, UNKNOWN, UNKNOWN],
-    ]
-    assert text_continuations(ids, mask, 3).tolist() == expected
 
 
 @pytest.mark.parametrize("horizon", [1, 4, 9])
@@ -146,7 +132,9 @@ def test_states_move_in_the_stored_type_without_padding_and_are_decoded_afterwar
     assert batch.stored is not None
     batch.stored.moved(lambda tensor: moved.append(tensor) or tensor)
     assert sum(tensor.nbytes for tensor in moved) == sum(lengths) * (3 * state_bytes(width, dtype) + INDEX_BYTES)
-    decoded = batch.decoded()
+    with HostReads() as reads, ScalarReads() as scalars:
+        decoded = batch.decoded()
+    assert (reads.names, scalars.count) == ([], 0), "an accelerator isn't waited for"
     assert decoded.stored is None
     layout = (packed if packing else padded)(lengths)
     for actual, parts in (
@@ -167,12 +155,6 @@ def test_shards_with_states_of_different_types_are_joined_in_float32() -> None:
 def padding(layout: Layout) -> float:
     rows, width = layout.shape
     return 1 - sum(layout.lengths) / (rows * width)
-
-
-def test_each_text_has_a_row_of_its_own_unless_packed() -> None:
-    layout = padded([3, 1, 2])
-    placed = layout.place([torch.tensor([1, 2, 3]), torch.tensor([4]), torch.tensor([5, 6])], 0)
-    assert placed.tolist() == [[1, 2, 3], [4, 0, 0], [5, 6, 0]]
 
 
 def test_packed_rows_by_eye() -> None:

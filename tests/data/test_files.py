@@ -72,15 +72,6 @@ def test_another_error_passes_unchanged_and_leaves_no_temporary(tmp_path: Path) 
         atomic_write_bytes(tmp_path / "file" / "a.bin", b"")
 
 
-def test_the_old_file_is_readable_while_the_new_one_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "a.bin"
-    path.write_bytes(b"old")
-    with replacing(path) as temporary:
-        temporary.write_bytes(b"new")
-        assert path.read_bytes() == b"old"
-    assert path.read_bytes() == b"new"
-
-
 def contents(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir()}
 

@@ -75,18 +75,3 @@ def test_half_a_surrogate_pair_in_a_prompt_is_named(tmp_path, record):
     (tmp_path / "a.jsonl").write_text(f"{json.dumps({'prompt': 'Hi'})}\n\n{json.dumps(record)}\n")
     with pytest.raises(ValueError, match=r"a.jsonl, line 3: half a surrogate pair isn't valid Unicode; correct the text"):
         load_suite("a", path=str(tmp_path / "a.jsonl"))
-
-
-def test_half_a_surrogate_pair_in_a_text_is_counted(tmp_path):
-    text = "Some words.\n" * 1000
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text + end}) for end in ("\ud800", "")))
-    conversations, dropped = load_conversations(DataConfig(source="text", path=str(tmp_path / "a.jsonl")))
-    assert conversations
-    assert dropped == {"text with half a surrogate pair, which isn't valid Unicode": 1}
-
-
-@pytest.mark.parametrize("role", [{}, [], None, 1.5])
-def test_a_role_that_is_no_text_is_no_traceback(tmp_path, role):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"conversations": [{"from": role, "value": "Hi"}]}))
-    with pytest.raises(ValueError, match="line 1: not a prompt of a"):
-        load_suite("a", path=str(tmp_path / "a.jsonl"))

@@ -27,11 +27,6 @@ def test_a_hub_that_refuses_is_asked_twice_and_logged_once(monkeypatch, caplog, 
     assert not hub.use_hub()
 
 
-def test_offline_mode_is_named_as_the_reason() -> None:
-    assert not hub.use_hub()
-    assert "HF_HUB_OFFLINE is set" in hub.why_offline()
-
-
 def test_a_cache_that_is_a_file_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "home").touch()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))

@@ -1,6 +1,5 @@
 import gzip
 import json
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from pyarrow import parquet
 from outrider.data import hub
 from outrider.data.config import DataConfig, DataSource
 from outrider.data.conversations import Conversation, Turn
-from outrider.data.raw_records import read_records
-from outrider.data.sources import PromptOverlap, load_conversations, without_overlap
+from outrider.data.sources import PromptOverlap, load_conversations
 from outrider.data.stdlib import Cuts, code_conversations
 from outrider.data.suites import Prompt, PromptSet, load_suite
 
@@ -124,25 +122,6 @@ def test_drops_are_counted_by_reason(tmp_path: Path) -> None:
     assert dropped.total() + len(conversations) == len(records) + 1
 
 
-def test_messages_and_alpaca(tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
-    path = write_jsonl(tmp_path / "chat.jsonl", [{"messages": messages, "prompt_id": "p1"}, {"messages": messages[:1]}])
-    conversations, dropped = load(path, "messages")
-    assert [conversation.id for conversation in conversations] == ["p1"]
-    assert dropped == {"no assistant turn": 1}
-    records = [
-        {"instruction": "Add.", "input": "1 2", "output": "3"},
-        {"instruction": "Greet.", "input": "", "output": "Hi"},
-        {"instruction": "Greet.", "output": ""},
-        {"instruction": "Greet.", "output": None},
-        3,
-    ]
-    conversations, dropped = load(as_json(tmp_path / "alpaca", records), "alpaca")
-    assert [conversation.turns[0].content for conversation in conversations] == ["Add.\n\n1 2", "Greet."]
-    reasons = {"empty turn": 1, "record without the texts 'instruction' and 'output'": 1, "record is not an object": 1}
-    assert dropped == reasons
-
-
 def test_ids_are_unique_and_stable_if_the_source_repeats_its_ids(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [sharegpt(QUESTION, ANSWER, id=id) for id in ("x", "x", 7, None, "x")])
     ids = [conversation.id for conversation in load(path)[0]]
@@ -200,12 +179,6 @@ def test_an_empty_or_malformed_file_is_named_with_its_line(name: str, content: b
     path.write_bytes(content)
     with pytest.raises(ValueError, match=problem):
         load(path)
-
-
-def test_a_parquet_file_without_rows_is_an_error(tmp_path: Path) -> None:
-    parquet.write_table(pa.table({"conversations": pa.array([], pa.string())}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="holds no record"):
-        list(read_records([tmp_path / "a.parquet"]))
 
 
 @pytest.mark.parametrize("path", ["missing.jsonl", "/no/where", "./org/name", "a/b/c"])
@@ -291,16 +264,6 @@ def test_the_standard_library_is_a_source() -> None:
     assert not dropped
 
 
-@pytest.mark.slow
-def test_real_chats_in_sharegpt_form(shared_data: Path) -> None:
-    conversations, dropped = load(shared_data / "chat" / "alpaca_eval_outputs.jsonl.gz")
-    assert len(conversations) + dropped.total() == 20_125
-    assert len(conversations) > 20_000
-    assert set(dropped) <= {"empty turn"}
-    assert conversations[0].id == "vicuna-7b-v1.3/0"
-    assert len({conversation.id for conversation in conversations}) == len(conversations)
-
-
 def suite(*turns: str, name: str = "exam") -> PromptSet:
     prompts = tuple(Prompt(id=str(index), category="any", turns=(turn,)) for index, turn in enumerate(turns))
     return PromptSet(name=name, revision="0", prompts=prompts)
@@ -342,19 +305,6 @@ def test_a_system_prompt_counts() -> None:
     assert PromptOverlap([EXAM], 5).suite_of(hidden) == "exam"
 
 
-def test_dropped_conversations_are_counted_by_suite() -> None:
-    dropped: Counter[str] = Counter()
-    overlap = PromptOverlap([EXAM, suite("the quick brown fox jumps", name="typing")], 5)
-    kept = without_overlap(
-        [conversation("Who are you?"), conversation("a b c d e"), conversation("The quick brown fox jumps!")], overlap, dropped
-    )
-    assert [conversation.id for conversation in kept] == ["a b c d e"]
-    assert dropped == {
-        "prompt that exam asks too (5 words in a row)": 1,
-        "prompt that typing asks too (5 words in a row)": 1,
-    }
-
-
 def test_decontamination_changes_no_other_sampled_conversation(tmp_path: Path) -> None:
     records = [[{"role": "user", "content": f"question number {i}"}, {"role": "assistant", "content": "a"}] for i in range(40)]
     path = tmp_path / "chats.jsonl"
@@ -364,7 +314,7 @@ def test_decontamination_changes_no_other_sampled_conversation(tmp_path: Path) -
     question = drawn[3].turns[0].content
     kept, dropped = load_conversations(config, PromptOverlap([suite(question)], 13))
     assert kept == [conversation for conversation in drawn if conversation != drawn[3]]
-    assert dropped.total() == 1
+    assert dropped == {"prompt that exam asks too (13 words in a row)": 1}
     with pytest.raises(ValueError, match=r"every prompt.*overlaps with the evaluation.*eval\.suites"):
         load_conversations(config, PromptOverlap([suite(*(conversation.turns[0].content for conversation in drawn))], 13))
 

@@ -23,22 +23,12 @@ def test_no_file_and_no_module_is_in_two_splits() -> None:
     assert all(len(members) >= 5 for members in units)
 
 
-def test_optional_modules_are_in_the_targets_training_split_only() -> None:
-    """Some distributions have no tests and no tkinter, and must have the same other splits."""
-    visited = dict.fromkeys(SPLITS, 0)
-    for split in SPLITS:
-        for path in stdlib_files(split):
-            visited[split] += unit(path) in OPTIONAL_UNITS
-            assert unit(path) not in OPTIONAL_UNITS or split == "target_train"
-    assert visited["target_train"] == sum(visited.values())
-    assert {split_of(name) for name in OPTIONAL_UNITS} == {"target_train"}
-
-
 def test_the_split_never_changes() -> None:
     """The committed target was trained on one split; another split would leak evaluation files."""
     expected = {"argparse": "target_train", "json": "target_heldout", "re": "distill", "csv": "eval", "test": "target_train"}
     assert {name: split_of(name) for name in expected} == expected
     assert len({split_of(f"module{index}") for index in range(100)}) == len(SPLITS)
+    assert {split_of(name) for name in OPTIONAL_UNITS} == {"target_train"}, "some distributions don't have them"
 
 
 @pytest.mark.parametrize("split", ["target_heldout", "eval"])

@@ -127,11 +127,6 @@ def test_spec_bench_has_any_number_of_turns(tmp_path: Path) -> None:
         load_suite("spec_bench")
 
 
-def test_mt_bench_is_a_part_of_spec_bench(shared_data: Path) -> None:
-    path = str(shared_data / "mt_bench" / "question.jsonl")
-    assert load_suite("spec_bench", path).prompts == load_suite("mt_bench", path).prompts
-
-
 def test_code_and_grade_school_problems_are_read_from_their_published_files(tmp_path: Path) -> None:
     problem = {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "canonical_solution": "", "test": ""}
     file = tmp_path / "HumanEval.jsonl.gz"

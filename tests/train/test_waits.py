@@ -1,14 +1,12 @@
 """Where labelling and training wait for an accelerator, and what is copied between it and the host."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import pytest
 import torch
 
-from outrider.data.collate import padded
 from outrider.data.config import STATE_DTYPES
-from outrider.data.states import BatchStates, encode_states, joined, state_bytes
+from outrider.data.states import state_bytes
 from outrider.data.types import DrafterBatch, Example
 from outrider.distill.config import DistillConfig
 from outrider.distill.label import features
@@ -91,21 +89,3 @@ def test_storing_a_batch_never_waits_and_copies_no_padding(dtype: str, monkeypat
     others = 8 * HORIZON + (8 + 4) * TOP_TOKENS + 1  # labels, top tokens, whether states are finite
     token_bytes = (1 + len(LAYERS)) * state_bytes(WIDTH, dtype) + others
     assert sum(tensor.nbytes for tensor in copied) == sum(LENGTHS) * token_bytes
-
-
-@pytest.mark.parametrize("dtype", STATE_DTYPES)
-def test_stored_states_cross_in_their_stored_type_without_padding_and_a_wait(dtype: Any) -> None:
-    layout = padded(LENGTHS)
-    layers = [joined([encode_states(torch.randn(length, WIDTH), dtype) for length in LENGTHS]) for _ in LAYERS]
-    moved: list[torch.Tensor] = []
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        moved.append(tensor)
-        return tensor
-
-    on_device = BatchStates(index=layout.index(), layers=tuple(layers)).moved(move)
-    with HostReads() as reads, ScalarReads() as scalars:
-        decoded = on_device.padded(on_device.layers, layout.shape)
-    assert (reads.names, scalars.count) == ([], 0)
-    num_bytes = sum(LENGTHS) * (len(LAYERS) * state_bytes(WIDTH, dtype) + INDEX_BYTES)
-    assert sum(tensor.nbytes for tensor in moved) == num_bytes < decoded.nbytes
