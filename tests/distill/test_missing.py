@@ -10,14 +10,12 @@ from outrider.data.sources import load_conversations
 from outrider.distill.config import DistillConfig
 from outrider.distill.label.run import load_examples, missing_examples
 from outrider.distill.regenerate.run import missing_conversations, regenerate
-from outrider.models.llm.config import TargetConfig
-from outrider.models.llm.loading import load_target
+from outrider.models.llm.hf_target import HFTarget
 
 from .label.test_run import run, write_conversations
 
 
-def test_only_missing_shards_are_left(tiny_target_dir: Path, tmp_path: Path) -> None:
-    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), device="cpu"))
+def test_only_missing_shards_are_left(target: HFTarget, tmp_path: Path) -> None:
     data = write_conversations(tmp_path / "chats.jsonl", 20)
     config = DistillConfig(horizon=3, shard_examples=6)
     examples, _ = load_examples(data, target)

@@ -88,6 +88,8 @@ def test_states_and_labels_are_those_of_a_pass_here_and_files_are_deleted(
         assert known.sum() > 0.8 * (ours.continuations != UNKNOWN).sum()
         assert torch.equal(theirs.continuations[:, 0], ours.continuations[:, 0])
     assert not list(server.folder.iterdir())
+    manifests = [json.loads((tmp_path / name / "distill" / "manifest.json").read_text()) for name in ("served", "here")]
+    assert [manifest["branches"] for manifest in manifests] == [False, True], "labels of states end at a disagreement"
 
 
 @pytest.mark.parametrize(
@@ -138,13 +140,6 @@ def test_servers_share_texts_that_are_read_one_by_one(
         run(replace(config, base_url=f"{server.url},{second.url}", batch_tokens=1), data, target, tmp_path / "run")
     assert min(server.num_files, second.num_files) > 2
     assert abs(server.num_files - second.num_files) <= 1
-
-
-def test_labels_of_states_end_where_the_target_disagrees_and_the_manifest_says_so(
-    config: DistillConfig, data: DataConfig, target: HFTarget, tmp_path: Path
-) -> None:
-    run(config, data, target, tmp_path / "served")
-    assert json.loads((tmp_path / "served" / "distill" / "manifest.json").read_text())["branches"] is False
 
 
 def test_a_server_that_names_any_other_file_is_refused_and_the_file_stays(

@@ -2,13 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     BertConfig,
     BertLMHeadModel,
     Gemma2Config,
@@ -27,7 +25,6 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from outrider.data.stdlib import Cuts, code_conversations
 from outrider.data.types import UNKNOWN
 from outrider.distill.label import branch_attention, next_tokens
 from outrider.distill.label.branch_attention import BranchCache
@@ -118,27 +115,18 @@ def assert_labels_are_naive(target: HFTarget, input_ids: torch.Tensor, wanted: t
     assert (labels[~wanted] == UNKNOWN).all()
 
 
-@pytest.mark.parametrize("architecture", ["llama_gqa", "qwen2", "gpt_neox"])
-def test_labels_equal_naive_greedy_decoding(make_target: MakeTarget, architecture: str) -> None:
+@pytest.mark.parametrize(("architecture", "horizon"), [("llama_gqa", 1), ("llama_gqa", 5), ("qwen2", 5), ("gpt_neox", 5)])
+def test_labels_equal_naive_greedy_decoding_with_less_work(make_target: MakeTarget, architecture: str, horizon: int) -> None:
     target = make_target(architecture)
     require_branch_attention(target, 45)
-    input_ids, attention_mask, wanted = self_written_texts(target)
-    labels, _, stats = label_continuations(target, input_ids, attention_mask, wanted, horizon=5)
-    assert_labels_are_naive(target, input_ids, wanted, labels)
-    assert 0.3 < stats.agreement < 0.9
-    assert stats.num_positions == wanted.sum()
-    assert stats.num_branch_tokens < 4 * stats.num_positions
-
-
-@pytest.mark.parametrize("horizon", [1, 5])
-def test_borrowing_saves_work_and_changes_no_label(make_target: MakeTarget, horizon: int) -> None:
-    target = make_target("llama_gqa")
     input_ids, attention_mask, wanted = self_written_texts(target)
     labels, _, stats = label_continuations(target, input_ids, attention_mask, wanted, horizon=horizon)
     assert_labels_are_naive(target, input_ids, wanted, labels)
     agrees = (labels[:, :-1, 0] == input_ids[:, 1:]) & attention_mask[:, 1:] & wanted[:, :-1]
     assert stats.num_agreeing == agrees.sum()
-    assert stats.num_branch_tokens < (horizon - 1) * wanted.sum() or stats.num_branch_tokens == horizon - 1 == 0
+    assert 0.3 < stats.agreement < 0.9
+    assert stats.num_positions == wanted.sum()
+    assert stats.num_branch_tokens < (horizon - 1) * stats.num_positions or stats.num_branch_tokens == horizon - 1 == 0
 
 
 def test_branches_end_at_stop_tokens_that_stay_labels(make_target: MakeTarget) -> None:
@@ -206,25 +194,6 @@ def test_small_segments_chunked_heads_and_plain_operations_change_nothing(make_t
     assert torch.equal(labels, again)
 
 
-@pytest.mark.slow
-def test_embedded_target_labels_equal_naive_greedy_decoding(make_target: MakeTarget, demo_target_dir: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(demo_target_dir, dtype=torch.float32)
-    target = make_target(model, [model.config.eos_token_id])
-    require_branch_attention(target, 100)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo_target_dir)
-    conversations = code_conversations("distill", Cuts(seed=0, prompt_chars=(100, 100), answer_chars=60))
-    texts = [
-        f"<|user|>{user.content}<|assistant|>{answer.content}<|end|>"
-        for user, answer in (next(conversations).turns for _ in range(2))
-    ]
-    encoded = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt", add_special_tokens=False)
-    attention_mask = encoded.attention_mask.bool()
-    wanted = attention_mask & (torch.arange(attention_mask.shape[1]) % 2 > 0)
-    labels, _, stats = label_continuations(target, encoded.input_ids, attention_mask, wanted, horizon=5)
-    assert_labels_are_naive(target, encoded.input_ids, wanted, labels)
-    assert stats.num_agreeing > 0
-
-
 def test_the_models_attention_is_restored_after_an_error(make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target("llama")
     before = target.model.config._attn_implementation
@@ -247,14 +216,6 @@ def test_a_window_that_branches_ignore_is_found(make_target: MakeTarget, monkeyp
     monkeypatch.setattr(BranchCache, "_segments", lambda self, window, step: self.segments)
     with pytest.raises(ValueError, match="decodes branches differently"):
         require_branch_attention(target, 45)
-
-
-@pytest.mark.parametrize(("num_tokens", "branches"), [(127, True), (130, False)])
-def test_texts_beyond_the_context_window_are_refused(make_target: MakeTarget, num_tokens: int, branches: bool) -> None:
-    target = make_target("llama")
-    require_labels(target, 128 - 3 * branches, 5, branches=branches)
-    with pytest.raises(ValueError, match="by at least 2"):
-        require_labels(target, num_tokens, 5, branches=branches)
 
 
 def test_a_target_that_mixes_tokens_outside_of_attention_is_an_error(make_target: MakeTarget) -> None:

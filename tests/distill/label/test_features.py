@@ -23,19 +23,12 @@ from outrider.distill.label import run as run_module
 from outrider.distill.label.continuations import label_continuations
 from outrider.distill.label.features import TextFeatures, bytes_per_token, start_host_copies, start_storing
 from outrider.distill.label.run import distill, load_examples
-from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.hf_target import HFTarget
-from outrider.models.llm.loading import load_target
 
 HORIZON, TOP = 4, 6
 ALL = DistillConfig(
     horizon=HORIZON, features="last_hidden", feature_layers=[1, 0], top_logprobs=TOP, shard_examples=3, batch_tokens=128
 )
-
-
-@pytest.fixture
-def target(tiny_target_dir: Path) -> HFTarget:
-    return load_target(TargetConfig(name_or_path=str(tiny_target_dir), device="cpu"))
 
 
 @pytest.fixture
@@ -60,9 +53,10 @@ def examples_in(folder: Path, manifest: Manifest) -> list[DistilledExample]:
 
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES)
-def test_stored_states_are_those_of_the_target_at_every_token(dtype, target, data, tmp_path):
+def test_stored_states_and_likeliest_tokens_are_those_of_the_target(dtype, target, data, tmp_path):
     manifest = run(replace(ALL, features_dtype=dtype), data, target, tmp_path / "distill")
     assert (manifest.features, manifest.feature_layers, manifest.features_dtype) == ("last_hidden", [0, 1], dtype)
+    assert manifest.top_logprobs == TOP
     examples = examples_in(tmp_path / "distill", manifest)
     assert len(examples) == 7
     for example in examples:
@@ -75,6 +69,12 @@ def test_stored_states_are_those_of_the_target_at_every_token(dtype, target, dat
             step = states.abs().amax(1, keepdim=True) / LARGEST[dtype] if dtype in LARGEST else 0 * states
             bound = torch.maximum(states.abs() / 2**4, step) if dtype != "bfloat16" else states.abs() / 2**8
             assert ((stored.decode().float() - states).abs() <= bound + 1e-5).all()
+        assert example.top is not None
+        known = example.top.tokens[:, 0] != UNKNOWN
+        assert known[example.example.wanted].all()
+        values, tokens = target.model(ids).logits[0].log_softmax(-1)[known].topk(TOP)
+        assert torch.equal(example.top.tokens[known], tokens.int())
+        torch.testing.assert_close(example.top.log_probs[known].float(), values, rtol=2**-10, atol=1e-4)
 
 
 def test_likeliest_tokens_are_stored_for_all_positions_that_training_reads(target: HFTarget) -> None:
@@ -104,19 +104,6 @@ def test_likeliest_tokens_are_stored_for_all_positions_that_training_reads(targe
     values, tokens = target.model(ids).logits[0].log_softmax(-1).topk(TOP)
     assert torch.equal(features.top_tokens[0, known], tokens[known])
     torch.testing.assert_close(features.top_log_probs[0, known], values[known], rtol=1e-4, atol=1e-4)
-
-
-def test_likeliest_tokens_are_written_to_the_shards(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
-    manifest = run(ALL, data, target, tmp_path / "distill")
-    assert manifest.top_logprobs == TOP
-    for example in examples_in(tmp_path / "distill", manifest):
-        assert example.top is not None
-        log_probs = target.model(example.example.input_ids[None]).logits[0].log_softmax(-1)
-        known = example.top.tokens[:, 0] != UNKNOWN
-        assert known[example.example.wanted].all()
-        values, tokens = log_probs[known].topk(TOP)
-        assert torch.equal(example.top.tokens[known], tokens.int())
-        torch.testing.assert_close(example.top.log_probs[known].float(), values, rtol=2**-10, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES)
@@ -160,14 +147,10 @@ def test_labels_do_not_depend_on_what_is_stored(target: HFTarget, data: DataConf
     ],
 )
 def test_shards_that_store_something_else_are_not_mixed_in(change, difference, target, data, tmp_path):
-    run(ALL, data, target, tmp_path / "distill")
+    first = run(ALL, data, target, tmp_path / "distill")
     with pytest.raises(ValueError, match=f"another run.*{difference}"):
         run(replace(ALL, **change), data, target, tmp_path / "distill")
-
-
-def test_the_order_of_layers_is_no_difference(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
-    first = run(ALL, data, target, tmp_path / "distill")
-    assert run(replace(ALL, feature_layers=[0, 1]), data, target, tmp_path / "distill") == first
+    assert run(replace(ALL, feature_layers=[0, 1]), data, target, tmp_path / "distill") == first, "the order is no difference"
 
 
 def test_states_that_the_target_lacks_are_an_error_before_labelling(target, data, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import logging
 import random
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from outrider.data.conversations import Conversation, Turn
 from outrider.data.examples import encode_conversations
 from outrider.data.files import read_json
 from outrider.data.manifest import Manifest
-from outrider.data.shards import label_store, read_shard, verify_shards
+from outrider.data.shards import read_shard, verify_shards
 from outrider.data.types import UNKNOWN, Example
 from outrider.distill.config import DistillConfig
 from outrider.distill.label import run as run_module
@@ -32,11 +33,6 @@ from outrider.models.llm.hf_target import HFTarget
 from outrider.models.llm.loading import load_target
 
 CONFIG = DistillConfig(horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128)
-
-
-@pytest.fixture
-def target(tiny_target_dir: Path) -> HFTarget:
-    return load_target(TargetConfig(name_or_path=str(tiny_target_dir), device="cpu"))
 
 
 @pytest.fixture
@@ -122,7 +118,6 @@ def test_only_a_deleted_shard_is_recomputed(target, data, tmp_path, monkeypatch)
 
 def test_a_shard_is_written_while_the_next_one_is_labelled_and_never_two(target, data, tmp_path, monkeypatch):
     events: list[str] = []
-    num_labelled: list[int] = []
     labelled_second = threading.Event()
     write_shard, label_shard = run_module.write_shard, run_module.label_shard
 
@@ -131,20 +126,18 @@ def test_a_shard_is_written_while_the_next_one_is_labelled_and_never_two(target,
         write_shard(directory, index, *args)
         events.append(f"written {index}")
 
-    def label(config: DistillConfig, target: HFTarget, examples: list[Example], progress: Any, served: Any) -> Any:
-        result = label_shard(config, target, examples, progress, served)
-        num_labelled.append(len(events))
-        if len(num_labelled) == 2:
+    def label(*args: Any) -> Any:
+        result = label_shard(*args)
+        events.append("labelled")
+        if events == ["labelled"] * 2:
             labelled_second.set()
         return result
 
     monkeypatch.setattr(run_module, "write_shard", slow_write)
     monkeypatch.setattr(run_module, "label_shard", label)
     manifest = run(CONFIG, data, target, tmp_path / "distill")
-    assert events == [f"written {index}" for index in range(len(manifest.shards))]
-    assert len(num_labelled) == 3
-    assert num_labelled[1] == 0, "the second shard was labelled while the first one was written"
-    assert num_labelled[2] >= 1, "the third shard begins after the first one is written"
+    assert events[:3] == ["labelled", "labelled", "written 0"], "at most one shard waits for the disk"
+    assert sorted(events[3:]) == ["labelled", "written 1", "written 2"]
     verify_shards(tmp_path / "distill", manifest)
 
 
@@ -175,53 +168,11 @@ def fail_to_write(*args: Any) -> None:
     raise OSError("no space left")
 
 
-def test_no_shard_is_recomputed_for_lost_statistics(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
-    folder = tmp_path / "distill"
-    run(CONFIG, data, target, folder)
-    before = set(contents(folder))
-    (folder / "manifest.json").unlink()
-    for path in folder.glob("shard-00000*"):
-        path.unlink()
-    (folder / "shard-00001.stats.json").unlink()
-    (folder / "shard-00002.stats.json").write_text("{")
-    with pytest.raises(ValueError, match="holds shards but no manifest"):
-        run(CONFIG, data, target, folder)
-    shutil.rmtree(folder)
-    label_store(folder).save(replace(run(CONFIG, data, target, folder), shards=[], complete=False))
-    (folder / "shard-00001.stats.json").unlink()
-    (folder / "shard-00002.stats.json").write_text("{")
-    assert run(CONFIG, data, target, folder).complete
-    assert set(contents(folder)) == before
-
-
-def test_damaged_shards_are_named_before_any_labelling(target, data, tmp_path, monkeypatch):
-    folder = tmp_path / "distill"
-    run(CONFIG, data, target, folder)
-    monkeypatch.setattr(run_module, "label_continuations", lambda *args, **kwargs: pytest.fail("labelled"))
-    shard = folder / "shard-00002.safetensors"
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="was truncated or altered"):
-        run(CONFIG, data, target, folder)
-    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(ValueError, match="was truncated or altered"):
-        run(CONFIG, data, target, folder)
-
-
 def test_a_folder_of_another_run_is_an_error_with_every_difference(target, data, tmp_path, tiny_target_dir):
     folder = tmp_path / "distill"
     run(CONFIG, data, target, folder)
     other = load_target(TargetConfig(name_or_path=str(tiny_target_dir), device="cpu"))
-    other.identity = type(target.identity)(
-        name="other",
-        revision=None,
-        weights_sha256="0" * 64,
-        config_sha256=target.identity.config_sha256,
-        quantization=target.identity.quantization,
-        tokenizer_sha256=target.identity.tokenizer_sha256,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-    )
+    other.identity = replace(target.identity, name="other", weights_sha256="0" * 64)
     other_config = DistillConfig(horizon=3, features="none", shard_examples=3)
     other_data = write_conversations(tmp_path / "more.jsonl", 9)
     with pytest.raises(ValueError, match="another run") as error:
@@ -235,8 +186,6 @@ def test_a_folder_of_another_run_is_an_error_with_every_difference(target, data,
     )
     for field in fields:
         assert field in str(error.value)
-    with pytest.raises(ValueError, match=r"distill\.shard_examples"):
-        run(DistillConfig(horizon=4, features="last_hidden", shard_examples=4, batch_tokens=128), data, target, folder)
     (folder / "manifest.json").unlink()
     with pytest.raises(ValueError, match=r"no manifest\.json"):
         run(CONFIG, data, target, folder)
@@ -280,25 +229,30 @@ class ThreadAccelerator(Accelerator):
         self._barrier.wait(timeout=60)
 
 
+def results_of_two(work: Callable[[Accelerator], Any]) -> dict[int, Any]:
+    """Do the work in two threads that imitate processes; return the results by process."""
+    barrier, results = threading.Barrier(2), dict[int, Any]()
+
+    def play(accelerator: Accelerator) -> None:
+        results[accelerator.process_index] = work(accelerator)
+
+    accelerators = [ThreadAccelerator(rank, barrier) for rank in range(2)]
+    threads = [threading.Thread(target=play, args=(one,), name=f"process {one.process_index}") for one in accelerators]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
 def test_several_processes_write_the_same_bytes_as_one(data, target, tiny_target_dir, tmp_path, monkeypatch):
     """The first of them chooses how all compute linear layers; a resumed run takes its choice."""
     choosers = set[str]()
     monkeypatch.setattr(linears, "MIN_ELEMENTS", 1)
     packed = linears.Times((9, 9, 9), (9, 9, 9), (1, 1, 1))
     monkeypatch.setattr(linears, "timed", lambda *_: choosers.add(threading.current_thread().name) or packed)
-    barrier = threading.Barrier(2)
     targets = [load_target(TargetConfig(name_or_path=str(tiny_target_dir), device="cpu")) for _ in range(2)]
-    manifests: dict[int, Manifest] = {}
-
-    def play(rank: int) -> None:
-        accelerator = ThreadAccelerator(rank, barrier)
-        manifests[rank] = distill(CONFIG, data, targets[rank], tmp_path / "two", accelerator)
-
-    threads = [threading.Thread(target=play, args=(rank,), name=f"process {rank}") for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    manifests = results_of_two(lambda one: distill(CONFIG, data, targets[one.process_index], tmp_path / "two", one))
     assert choosers == {"process 0"}
     assert "packed from 1 rows on" in str(read_json(tmp_path / "two" / "linears.json"))
     one = run(CONFIG, data, target, tmp_path / "one")
@@ -351,10 +305,7 @@ def example(tokenizer: PreTrainedTokenizerFast, *texts: str) -> Example:
 def test_the_answer_is_marked_and_white_space_is_visible(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     shown = preview(example(tiny_tokenizer, "Hi\tyou", " one\ntwo"), tiny_tokenizer)
     assert shown == "<|user|>Hi\u2192you<|assistant|>[[ one\u21b5\ntwo<|end|>]]"
-
-
-def test_an_escape_of_a_text_never_reaches_the_terminal(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    assert "\x1b" not in preview(example(tiny_tokenizer, "\x1b[31mred", "b"), tiny_tokenizer)
+    assert "\x1b" not in preview(example(tiny_tokenizer, "\x1b[31mred", "b"), tiny_tokenizer), "it would reach the terminal"
 
 
 def test_long_parts_and_many_turns_are_shortened(tiny_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -103,12 +103,6 @@ def test_a_template_that_drops_earlier_thoughts_starts_a_new_example(tiny_tokeni
     assert [first.id, second.id] == ["chat#0", "chat#1"]
 
 
-def test_a_template_that_keeps_thinking_keeps_one_example(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    dialogue, _ = play(TWO_TURNS, tiny_tokenizer, ["<think>hm</think>yes", "<think>so</think>no"])
-    (example,) = dialogue.examples
-    assert learned(example, tiny_tokenizer) == "<think>hm</think>yes<|end|><think>so</think>no<|end|>"
-
-
 def test_a_recorded_result_of_a_function_answers_no_other_call(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     tools = [{"type": "function", "function": {"name": "look_up"}}]
     called = Turn(

@@ -31,6 +31,22 @@ class Known:
         return False
 
 
+class EndsAtOnce:
+    """Decoder whose answers end with their first token. It records what it is asked for."""
+
+    def __init__(self) -> None:
+        self.indices: list[list[int]] = []
+        self.limits: list[list[int]] = []
+        self.sizes: list[tuple[int, int]] = []
+        """Rows of each batch, and the fewest that must continue."""
+
+    def __call__(self, batch: Sequence[Waiting], limits: Sequence[int], least: int) -> list[Decoded]:
+        self.indices.append([row.index for row in batch])
+        self.limits.append(list(limits))
+        self.sizes.append((len(batch), least))
+        return [Decoded(num_new=1, ended=True) for _ in batch]
+
+
 def rows(*sizes: tuple[int, int]) -> list[Waiting]:
     return [Waiting(index=index, num_read=read, num_reserved=reserved) for index, (read, reserved) in enumerate(sizes)]
 
@@ -71,24 +87,13 @@ def test_filling_batch_after_batch_is_decreasing_first_fit():
     assert num_overtaking > 20  # requests that don't fit let later ones overtake
 
 
-def test_the_widest_row_of_a_batch_counts_for_all():
-    waiting = rows((4, 6), (1, 4), (1, 3), (1, 3), (0, 1))
-    assert all_batches(waiting, 20) == [[(4, 6), (1, 4)], [(1, 3), (1, 3), (0, 1)]]
-
-
 def test_a_long_text_doesnt_widen_a_large_batch_of_short_ones():
     short = [(2, 3 + index % 2) for index in range(FEW_ROWS)]
     waiting = rows(*short, (40, 3), (2, 3), (39, 3))
     assert len(next_batch(waiting, 10_000)) == FEW_ROWS + 3
-    seen: list[list[int]] = []
-
-    def decode(batch: Sequence[Waiting], limits: Sequence[int], least: int) -> list[Decoded]:
-        seen.append([row.index for row in batch])
-        return [Decoded(num_new=1, ended=True) for _ in batch]
-
-    policy, rooms = Policy(order=list, most_padded=1.25), [row.num_reserved for row in waiting]
+    decode, policy, rooms = EndsAtOnce(), Policy(order=list, most_padded=1.25), [row.num_reserved for row in waiting]
     list(supervise([row.num_read for row in waiting], rooms, policy, Known(rooms), decode, budget=10_000))
-    assert seen == [[*range(FEW_ROWS), FEW_ROWS + 1], [FEW_ROWS, FEW_ROWS + 2]]
+    assert decode.indices == [[*range(FEW_ROWS), FEW_ROWS + 1], [FEW_ROWS, FEW_ROWS + 2]]
     assert len(next_batch(waiting[2:], 10_000, most_padded=1.25)) == FEW_ROWS, "few rows may be padded"
 
 
@@ -98,14 +103,9 @@ def test_the_order_of_equal_requests_is_stable():
 
 
 def test_a_short_text_may_use_the_padding_of_its_batch():
-    seen: list[list[int]] = []
-
-    def decode(batch: Sequence[Waiting], limits: Sequence[int], least: int) -> list[Decoded]:
-        seen.append(list(limits))
-        return [Decoded(num_new=1, ended=True) for _ in batch]
-
+    decode = EndsAtOnce()
     list(supervise([10, 2], [20, 20], Policy(order=list), Known([5, 6]), decode, budget=30))
-    assert seen == [[5, 13]]
+    assert decode.limits == [[5, 13]]
 
 
 def test_an_evicted_row_keeps_its_tokens_and_doubles_its_reservation():
@@ -160,14 +160,9 @@ def test_all_requests_are_answered_within_the_budget_with_wrong_reservations(pol
 
 
 def test_the_last_rows_are_evicted_early_only_if_others_wait():
-    seen: list[tuple[int, int]] = []
-
-    def decode(batch: Sequence[Waiting], limits: Sequence[int], least: int) -> list[Decoded]:
-        seen.append((len(batch), least))
-        return [Decoded(num_new=1, ended=True) for _ in batch]
-
+    decode = EndsAtOnce()
     list(supervise([1] * 5, [10] * 5, Policy(order=list, least_share=0.75), Known([10] * 5), decode, budget=34))
-    assert seen == [(3, 3), (2, 0)]
+    assert decode.sizes == [(3, 3), (2, 0)]
 
 
 def test_no_request_starts_while_too_much_is_held_on_the_host():
