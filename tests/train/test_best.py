@@ -77,14 +77,6 @@ def test_a_kill_leaves_the_old_or_the_new_one(drafter, target, tmp_path, moment,
     assert weight_in(tmp_path / "best") == expected
 
 
-def test_a_new_run_removes_the_best_drafter_of_an_earlier_one(drafter, target, tmp_path):
-    best = Best(tmp_path, target.identity)
-    add(best, drafter, 1, 1.5)
-    best.clear()
-    assert best.record() is None
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("values", "patience", "peaked"),
     [

@@ -156,24 +156,6 @@ def test_incomplete_checkpoints_are_ignored_and_removed(accelerator: Accelerator
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
-def test_an_incomplete_checkpoint_is_overwritten(accelerator: Accelerator, tmp_path: Path) -> None:
-    half = tmp_path / ".step-00000001.outrider-partial"
-    half.mkdir()
-    (half / "leftover").write_bytes(b"")
-    saved(accelerator, tmp_path, 1)
-    files = json.loads((tmp_path / "step-00000001" / "complete.json").read_text())["files"]
-    assert list(files) == ["state.pt"]
-
-
-def test_a_checkpoint_of_another_format_is_an_error_that_names_both(accelerator: Accelerator, tmp_path: Path) -> None:
-    saved(accelerator, tmp_path, 1)
-    checkpoint = tmp_path / "step-00000001"
-    edit_marker(checkpoint, format_version=1)
-    words = "has format 1, and this version .* reads format 3"
-    with checkpoints(accelerator, tmp_path) as (_, saver), pytest.raises(ValueError, match=words):
-        saver.load(checkpoint)
-
-
 def test_a_sharded_state_needs_the_same_number_of_processes(accelerator, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_module, "sharding", lambda accelerator: "zero2")
 
@@ -259,11 +241,6 @@ def test_each_process_reads_a_share_of_the_files_and_all_raise(accelerator, tmp_
             require_unchanged(checkpoint, read_marker(checkpoint), processes)
         assert read == share
         read.clear()
-
-
-def test_a_missing_folder_has_no_checkpoint(tmp_path: Path) -> None:
-    remove_incomplete(tmp_path / "nowhere")
-    assert latest_checkpoint(tmp_path / "nowhere") is None
 
 
 # --- what a checkpoint holds
