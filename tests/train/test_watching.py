@@ -63,7 +63,6 @@ def is_of_step(run: Run, step: int) -> bool:
 def test_the_best_drafter_is_kept_after_its_checkpoint_and_exported(run_train, measure, target):
     measure(1.5, 1.9, 1.7, 1.6, 1.8, 1.75)
     run = run_train(**MEASURED, keep_checkpoints=12)
-    assert summary(run)["drafter_step"] == 4
     assert not is_of_step(run, 12)
     assert (summary(run)["drafter_step"], summary(run)["steps"]) == (4, 12)
     assert summary(run)["validation"]["validation_tokens_per_step"] == 1.9
