@@ -1,7 +1,6 @@
 """Each benchmark on tiny models: it ends with rows, and finds what it compares equal."""
 
 import gzip
-import importlib
 import json
 import os
 import sys
@@ -19,17 +18,7 @@ from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.llm.config import TargetConfig
 from outrider.models.llm.loading import load_target
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    def load(name: str) -> Any:
-        folder, _, module = name.partition("/")
-        monkeypatch.syspath_prepend(str(SCRIPTS / folder))
-        return importlib.import_module(module)
-
-    return load
+from .conftest import SCRIPTS
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -144,17 +133,13 @@ def test_steps_of_a_recurrent_target_are_timed_beside_attention(script: Callable
     assert json.loads(output.read_text())["state_bytes"] > 0
 
 
-def test_labels_are_what_generate_continues_with(script: Callable[[str], Any], tiny_target_dir: Path, tmp_path: Path) -> None:
-    labelling = script("bench/labelling")
+def test_labels_are_what_generate_continues_with_and_another_label_is_found(script, tiny_target_dir, tmp_path, monkeypatch):
+    labelling, output = script("bench/labelling"), tmp_path / "labelling.json"
     options = {"texts": 2, "seq": 16, "sample": 5, "rounds": 1, "batch_size": 2, "horizon": 3}
     with pytest.raises(typer.Exit) as ended:
-        labelling.main(target=str(tiny_target_dir), output=tmp_path / "labelling.json", **options)
+        labelling.main(target=str(tiny_target_dir), output=output, **options)
     assert ended.value.exit_code == 0
-    assert [row["positions"] for row in rows_of(tmp_path / "labelling.json")] == [30, 30, 30, 5]
-
-
-def test_another_label_than_generates_is_found(script, tiny_target_dir, tmp_path, monkeypatch):
-    labelling = script("bench/labelling")
+    assert [row["positions"] for row in rows_of(output)] == [30, 30, 30, 5]
     label = labelling.Bench.label
 
     def label_wrongly(bench: Any) -> None:
@@ -163,11 +148,10 @@ def test_another_label_than_generates_is_found(script, tiny_target_dir, tmp_path
         bench.labels[row, position, 1] += 1
 
     monkeypatch.setattr(labelling.Bench, "label", label_wrongly)
-    options = {"texts": 2, "seq": 16, "sample": 5, "rounds": 1, "batch_size": 2, "horizon": 3}
     with pytest.raises(typer.Exit) as ended:
-        labelling.main(target=str(tiny_target_dir), output=tmp_path / "labelling.json", **options)
+        labelling.main(target=str(tiny_target_dir), output=output, **options)
     assert ended.value.exit_code == 1
-    (difference,) = json.loads((tmp_path / "labelling.json").read_text())["differences"]
+    (difference,) = json.loads(output.read_text())["differences"]
     assert (difference["depth"], difference["ours"]) == (1, difference["theirs"] + 1)
 
 

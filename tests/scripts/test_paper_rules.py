@@ -1,7 +1,6 @@
 """Rules of papers that benchmarks compare with: their formulas by worked examples, and exact texts."""
 
-import importlib
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,14 +19,12 @@ from ..decoded import texts_of
 from ..models.decoding.streaming_toys import DRAFTERS, NUM_TOKENS, DialledDrafter, options
 from ..models.decoding.toy_stages import ToyTarget
 
-BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 MAX_NODES = 64
 
 
 @pytest.fixture
-def rules(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module("paper_rules")
+def rules(script: Callable[[str], Any]) -> Any:
+    return script("bench/paper_rules")
 
 
 def tree_of(*nodes: tuple[int, float]) -> GrowingTree:

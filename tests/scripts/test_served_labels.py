@@ -1,11 +1,10 @@
 """The bench of vLLM's states: on a server of a tiny model it finds both ways equal, and it stops what it starts."""
 
 import fcntl
-import importlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,18 +23,15 @@ from outrider.models.llm.loading import load_target
 from ..distill.completions import running
 from ..distill.states_server import LAYERS, StatesServer
 
-SCRIPTS = Path(__file__).parents[2] / "scripts" / "bench"
+
+@pytest.fixture
+def bench(script: Callable[[str], Any]) -> Any:
+    return script("bench/served_labels")
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module("served_labels")
-
-
-@pytest.fixture
-def servers(bench: Any) -> Any:
-    return importlib.import_module("vllm_servers")
+def servers(script: Callable[[str], Any]) -> Any:
+    return script("bench/vllm_servers")
 
 
 def test_two_servers_and_the_passes_here_give_the_same(bench, tiny_target_dir, tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """Benches whose methods take turns: their figures by hand, limits that hold, and whole runs on a tiny target."""
 
 import contextlib
-import importlib
 import json
 import subprocess
 import sys
@@ -19,15 +18,7 @@ from outrider.models.llm.loading import load_target
 
 from ..tiny_models import save_tiny_target
 
-BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 MIB = 1 << 20
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the import of a script by its name."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module
 
 
 def save_draft_model(target_dir: Path, folder: Path) -> Path:
@@ -40,14 +31,14 @@ def save_draft_model(target_dir: Path, folder: Path) -> Path:
 
 
 def test_every_second_round_runs_backwards(script: Any) -> None:
-    turns = script("turns")
+    turns = script("bench/turns")
     answers = turns.in_turns("ab", 2, 2, lambda method, prompt: {"text": f"{method}{prompt}"})
     assert [answer["text"] for answer in answers] == ["a0", "b0", "a1", "b1", "b0", "a0", "b1", "a1"]
 
 
 def test_an_answer_is_timed_after_its_prefill(script: Any) -> None:
     seconds = iter([7.0, 9.5])
-    answer = script("turns").timed(iter([[1], [2, 3], [], [4]]), lambda: next(seconds))
+    answer = script("bench/turns").timed(iter([[1], [2, 3], [], [4]]), lambda: next(seconds))
     assert answer.pop("seconds") < 1
     assert answer == {"token_ids": [1, 2, 3, 4], "processor_seconds": 2.5, "num_tokens": 3, "num_steps": 2}
 
@@ -59,15 +50,15 @@ def test_figures_are_sums_over_answers(script: Any) -> None:
 
     plain = [answer("plain", 0, 4.0, [1, 2, 3], 2), answer("plain", 1, 8.0, [1, 2, 3], 2)]
     drafted = [answer("drafted", 0, 4.0, [1, 2, 3, 4, 5], 2), answer("drafted", 1, 4.0, [1, 2, 9, 9, 9], 2)]
-    first, second = script("turns").rows_of([*plain, *drafted], "plain", "plain")
+    first, second = script("bench/turns").rows_of([*plain, *drafted], "plain", "plain")
     assert (first["over plain"], first["identical"], first["tokens_per_step"]) == ([1, 1, 1], 2, 1)
     assert (second["seconds_per_token"], second["over plain"]) == (1, [3, 2, 4])
     assert (second["tokens_per_step"], second["identical"], second["answers"]) == (2, 1, 2)
     # An answer that ended at its prefill has no speed.
     ended = [answer(method, 2, 0.0, [1], 0) for method in ("plain", "drafted")]
-    assert script("turns").rows_of([*plain, *drafted, *ended], "plain", "plain") == [first, second]
+    assert script("bench/turns").rows_of([*plain, *drafted, *ended], "plain", "plain") == [first, second]
     with pytest.raises(ValueError, match="all answers ended at their prefill"):
-        script("turns").rows_of(ended, "plain", "plain")
+        script("bench/turns").rows_of(ended, "plain", "plain")
 
 
 def allocate(limited: Any, num_bytes: int) -> int:
@@ -83,7 +74,7 @@ def allocate(limited: Any, num_bytes: int) -> int:
 
 @pytest.mark.parametrize("has_groups", [True, False])
 def test_a_process_above_its_cap_ends_and_one_below_it_does_not(has_groups, script, monkeypatch):
-    limits = script("limits")
+    limits = script("bench/limits")
     if not has_groups:
         monkeypatch.setattr(limits, "make_group", lambda *_: None)
     with limits.prepared() as limited:
@@ -99,7 +90,7 @@ def test_reads_from_the_disk_are_slowed(script: Any, tmp_path: Path) -> None:
     path.write_bytes(bytes(16 * MIB))
     code = "import os, sys, time; input(); file = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECT); import mmap\n"
     code += "start = time.time(); n = 1\nwhile n: n = os.readv(file, [mmap.mmap(-1, 1 << 20)])\nprint(time.time() - start)"
-    with skipping_other_disks(), script("limits").prepared(16 * MIB, path) as limited:
+    with skipping_other_disks(), script("bench/limits").prepared(16 * MIB, path) as limited:
         process = subprocess.Popen([sys.executable, "-c", code, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         limited.join(process.pid)
         assert float(process.communicate("\n")[0]) > 0.7 * seconds
@@ -119,7 +110,7 @@ def test_stages_in_processes_write_the_text_of_plain_decoding(script, tiny_targe
         monkeypatch.setenv(name, "")  # the bench sets them for its processes; the test's end removes them
     drafter, output = save_draft_model(tiny_target_dir, tmp_path / "drafter"), tmp_path / "pipelining.json"
     sizes = {"prompts": 2, "new_tokens": 12, "rounds": 1, "threads": 1}
-    script("pipelining").main(tiny_target_dir, str(drafter), "1,1", **sizes, pipeinfer=2, output=output)
+    script("bench/pipelining").main(tiny_target_dir, str(drafter), "1,1", **sizes, pipeinfer=2, output=output)
     rows = json.loads(output.read_text())["rows"]
     assert [row["method"] for row in rows] == [
         "plain",
@@ -137,7 +128,7 @@ def test_a_target_on_the_disk_writes_the_text_of_accelerates_offload(script, tin
     target = save_tiny_target(tmp_path / "target", LlamaForCausalLM, LlamaConfig, tiny_tokenizer, **options)
     drafter, output = save_draft_model(target, tmp_path / "drafter"), tmp_path / "offload.json"
     sizes = {"prompts": 1, "new_tokens": 8, "plain_tokens": 8, "rounds": 1, "threads": 1}
-    script("offload").main(target, drafter, "float32", 0.6, None, **sizes, llmcad=True, output=output)
+    script("bench/offload").main(target, drafter, "float32", 0.6, None, **sizes, llmcad=True, output=output)
     rows = json.loads(output.read_text())["rows"]
-    assert {row["method"] for row in rows} == set(script("offload").METHODS)
+    assert {row["method"] for row in rows} == set(script("bench/offload").METHODS)
     assert all(row["identical"] == row["answers"] == 1 for row in rows)
