@@ -106,28 +106,23 @@ def test_likeliest_tokens_are_stored_for_all_positions_that_training_reads(targe
     torch.testing.assert_close(features.top_log_probs[0, known], values[known], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", STATE_DTYPES)
-def test_bytes_per_token_equals_the_size_of_the_files(dtype: str, target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
-    config = replace(ALL, features_dtype=dtype)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"features_dtype": dtype} for dtype in STATE_DTYPES),
+        {"features": "none", "top_logprobs": None},
+        {"features": "none", "feature_layers": [], "top_logprobs": None},
+    ],
+    ids=str,
+)
+def test_bytes_per_token_equals_the_size_of_the_files(options, target, data, tmp_path):
+    config = replace(ALL, **options)
     manifest = run(config, data, target, tmp_path / "distill")
     tensors = [load_file(tmp_path / "distill" / shard.file) for shard in manifest.shards]
     num_bytes = sum(tensor.nbytes for shard in tensors for name, tensor in shard.items() if name != "offsets")
-    labelled = sum(len(shard["top_tokens"]) for shard in tensors) / manifest.num_tokens
+    labelled = sum(len(shard.get("top_tokens", ())) for shard in tensors) / manifest.num_tokens
     assert num_bytes == pytest.approx(manifest.num_tokens * bytes_per_token(config, target.hidden_size, labelled=labelled))
-    assert bytes_per_token(config, target.hidden_size) > bytes_per_token(config, target.hidden_size, labelled=0.5)
-
-
-def test_bytes_per_token_equals_hand_computed_sizes(target: HFTarget) -> None:
-    assert target.hidden_size == 32
-    by_hand = {
-        4 + 1 + 5 * 4: {},
-        25 + 2 * 32: {"features": "last_hidden"},
-        25 + 32 + 4: {"features": "last_hidden", "features_dtype": "int8"},
-        25 + 4 * (32 + 4): {"features": "last_hidden", "feature_layers": [2, 4, 7], "features_dtype": "float8_e4m3fn"},
-        25 + 1 + 8 * 6: {"top_logprobs": 8},
-    }
-    for expected, options in by_hand.items():
-        assert bytes_per_token(DistillConfig(horizon=5, **options), target.hidden_size) == expected
+    assert bytes_per_token(ALL, target.hidden_size) > bytes_per_token(ALL, target.hidden_size, labelled=0.5)
 
 
 def test_labels_do_not_depend_on_what_is_stored(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
