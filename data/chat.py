@@ -245,10 +245,8 @@ class ChatTemplate:
 
     @cached_property
     def keeps_reasoning(self) -> bool:
-        """Whether the template writes the reasoning of the last answer, from a field or from its text."""
-        return self._reads_reasoning or "REASONING" in self._try(
-            [{"role": "assistant", "content": inline("REASONING", "ANSWER")}]
-        )
+        """Whether the template writes the reasoning in the text of the last answer."""
+        return "REASONING" in self._try([{"role": "assistant", "content": inline("REASONING", "ANSWER")}])
 
     def closes_reasoning(self, prompt: str) -> bool:
         """Return whether a prompt ends with a closed block of reasoning: thinking is turned off."""
