@@ -1,12 +1,16 @@
 """Killed processes: nothing is lost, duplicated or recomputed, and no byte differs."""
 
 import random
+from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
 
 from outrider.data.shards import verify_shards
 from outrider.distill.regenerate.answers import answer_store
+from outrider.models.llm.config import TargetConfig
+from outrider.models.llm.hf_target import HFTarget
+from outrider.models.llm.loading import load_target
 
 from ..forks import result_of
 from . import killed_distill
@@ -16,6 +20,11 @@ from .label.test_run import contents, write_conversations
 NUM_KILLS = 10
 NUM_CONVERSATIONS, NUM_SHARDS = 120, 66
 """The kills happen while the first NUM_SHARDS shards of answers and labels are written."""
+
+
+@pytest.fixture
+def target(tiny_target_dir: Path) -> HFTarget:
+    return load_target(TargetConfig(name_or_path=str(tiny_target_dir), device="cpu"))
 
 
 @pytest.mark.slow
