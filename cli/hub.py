@@ -31,7 +31,7 @@ def package_command(options: PackageOptions) -> None:
     from ..data.files import guarded
     from ..eval.report.card import model_card
     from ..models.drafters.saved.parts import parse_drafter_name
-    from ..models.export.package import make_package, names_left_open, package_files
+    from ..models.export.package import make_package, package_files
 
     # 1. Write the card from the evaluations and the run.
     parts, output = parse_drafter_name(options.drafter), options.output
@@ -41,8 +41,7 @@ def package_command(options: PackageOptions) -> None:
     with guarded(output):
         make_package(parts, output, card, options.certificate)
     _print_files(package_files(output))
-    for line in names_left_open(card):
-        print(line)
+    _print_names_left_open(card)
     print(f'model.generate(..., custom_generate="{output}", trust_remote_code=True) decodes with it')
 
 
@@ -79,7 +78,7 @@ def push_command(options: PushOptions) -> None:
     from ..models.drafters.saved.download import telling_hub_errors
     from ..models.drafters.saved.folder import HUB_ID
     from ..models.drafters.saved.low_rank import require_shared_base
-    from ..models.export.package import CERTIFICATE_FILE, README_FILE, names_left_open, package_files, read_certificate
+    from ..models.export.package import CERTIFICATE_FILE, README_FILE, package_files, read_certificate
 
     folder, repo, revision, public = options.folder, options.repo, options.revision, options.public
     require_shared_base(folder)
@@ -95,8 +94,7 @@ def push_command(options: PushOptions) -> None:
         _print_files(files)
         card = files.get(README_FILE)
         if card is not None:
-            for line in names_left_open(card.read_text(encoding="utf-8")):
-                print(line)
+            _print_names_left_open(card.read_text(encoding="utf-8"))
         if CERTIFICATE_FILE in files and not read_certificate(files[CERTIFICATE_FILE]).passed:
             print(f"{CERTIFICATE_FILE}: decoding with this drafter is NOT LOSSLESS")
         visibility = "public" if public else "private"
@@ -168,6 +166,13 @@ def _package(drafter: Path, output: Path, repo: str) -> Path:
             "change before you push its folder"
         )
     return output
+
+
+def _print_names_left_open(card: str) -> None:
+    from ..models.export.package import names_left_open
+
+    for line in names_left_open(card):
+        print(line)
 
 
 def _print_files(files: dict[str, Path]) -> None:

@@ -99,8 +99,8 @@ def label_continuations(
     needed = to_device(np.flatnonzero(_within(host_wanted, is_token, horizon)), target.device)
     cache = DynamicCache() if branches and read is None else None
     hidden_states, layers = _prefill(target, input_ids, feature_layers, cache) if read is None else read
-    states, width = hidden_states.flatten(0, 1)[needed], input_ids.shape[1]
-    tokens, top = next_tokens(target.model, states, needed // width, needed % width + 1, sampled, top_k=top_k)
+    rows, columns = needed // input_ids.shape[1], needed % input_ids.shape[1] + 1
+    tokens, top = next_tokens(target.model, hidden_states.flatten(0, 1)[needed], rows, columns, sampled, top_k=top_k)
     first = _at(needed, tokens, input_ids.shape, UNKNOWN)
     # 2. Where the target agrees with the text, a position borrows the next one's continuation.
     host_first = first.cpu().numpy()

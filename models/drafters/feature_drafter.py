@@ -140,7 +140,10 @@ class FeatureDrafter(LayerDrafter):
     # --- training
 
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
-        """Return the objective at all depths, weighted by powers of LOSS_DECAY (arXiv 2503.01840, section 3.2)."""
+        """Return the objective at all depths, weighted by powers of LOSS_DECAY (EAGLE-3, arXiv 2503.01840, section 3.2).
+
+        An MTP head is trained alike: it drafts every depth, too.
+        """
         labels = Labels.of(batch)
         outputs = self.unroll(batch, labels, self.read_text(batch, self.target_features(batch)))
         return score(self.logits, (outputs,), labels, batch, objective, vocabulary=self.vocabulary).decayed(objective)

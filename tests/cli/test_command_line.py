@@ -289,8 +289,10 @@ import json, sys
 from outrider.cli.main import main
 for arguments, status in json.loads(sys.argv[1]):
     sys.argv = ["outrider", *arguments]
+    ended = 0
     try: main()
-    except SystemExit as end: assert (end.code or 0) == status, arguments
+    except SystemExit as end: ended = end.code or 0
+    assert ended == status, arguments
     assert not {"torch", "transformers", "pandas"} & set(sys.modules), arguments
 """
 

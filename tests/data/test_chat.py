@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, processors, tra
 from transformers import PreTrainedTokenizerFast
 
 from outrider.data.answers import MAX_TURNS, AnswerFinder
-from outrider.data.chat import use_chat_template
+from outrider.data.chat import encode_prompt, use_chat_template
 from outrider.data.conversations import Conversation, Turn
 from outrider.data.examples import encode_conversations
 from outrider.data.types import Example
@@ -235,3 +235,17 @@ def test_a_conversation_of_very_many_turns_is_dropped_at_once(tiny_tokenizer: Pr
     examples, dropped = encode_conversations([conversation("Hi", "Yes.", id="good"), endless], finder(tokenizer), 64)
     assert [example.id for example in examples] == ["good"]
     assert dropped == {f"more than {MAX_TURNS} turns": 1}
+
+
+@pytest.mark.parametrize("template", [VICUNA, LLAMA2], ids=["vicuna", "llama2"])
+def test_an_answer_starts_where_its_prompt_ends(template: str, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Otherwise the drafter would be trained on other positions than it drafts at."""
+    tokenizer = with_template(tiny_tokenizer, template)
+    turns = chat(ANSWERS).turns
+    (example,) = encode([chat(ANSWERS)], tokenizer)
+    for last in range(1, len(turns), 2):
+        prompt = encode_prompt(turns[:last], tokenizer)
+        length = prompt.shape[1]
+        assert torch.equal(prompt[0], example.input_ids[:length])
+        assert not example.loss_mask[length - 1]
+        assert example.loss_mask[length]

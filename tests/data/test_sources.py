@@ -124,8 +124,10 @@ def test_drops_are_counted_by_reason(tmp_path: Path) -> None:
 
 def test_ids_are_unique_and_stable_if_the_source_repeats_its_ids(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [sharegpt(QUESTION, ANSWER, id=id) for id in ("x", "x", 7, None, "x")])
+    write_jsonl(tmp_path / "b.jsonl", [sharegpt(QUESTION, ANSWER, prompt_id="p")])
     ids = [conversation.id for conversation in load(path)[0]]
     assert ids == ["x", "x@a.jsonl:1", "7", "a.jsonl:3", "x@a.jsonl:4"]
+    assert load(tmp_path / "b.jsonl")[0][0].id == "p"
 
 
 def test_files_of_one_name_in_two_folders_have_different_ids(tmp_path: Path) -> None:

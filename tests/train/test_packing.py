@@ -18,6 +18,7 @@ from outrider.models.drafters.objective import Loss, Objective
 from outrider.models.llm.hf_target import HFTarget
 from outrider.train.batches import BatchStream, require_packing, states_of_texts, target_reads, with_hidden_states
 from outrider.train.config import TrainConfig
+from outrider.train.records import read_records
 
 from .conftest import DRAFTER, Run
 
@@ -125,6 +126,14 @@ def test_a_continuation_never_continues_in_the_next_text(shards_dir: Path) -> No
         assert not labels.on_text[index, beyond].any()
         num_crossing += bool(beyond)
     assert num_crossing > 3
+
+
+def test_training_on_packed_rows_learns_the_same(run_train: RunTrain) -> None:
+    def losses(run: Run) -> list[float]:
+        return [record["loss"] for record in read_records(run.train_dir / "metrics.jsonl")]
+
+    apart, together = run_train("apart"), run_train("together", packing=True)
+    assert losses(together) == pytest.approx(losses(apart), rel=1e-4)
 
 
 def test_a_target_that_would_read_across_texts_is_refused(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:

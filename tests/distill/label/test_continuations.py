@@ -177,8 +177,10 @@ def test_no_wanted_position_gives_no_label_and_no_branch(make_target: MakeTarget
     target = make_target("qwen2")
     input_ids = torch.arange(6).view(2, 3)
     no_positions = torch.zeros(2, 3, dtype=torch.bool)
-    labels, features, stats = label_continuations(target, input_ids, ~no_positions, no_positions, horizon=3)
+    labels, features, stats = label_continuations(target, input_ids, ~no_positions, no_positions, horizon=3, top_k=2)
     assert (labels == UNKNOWN).all()
+    assert (features.top_tokens == UNKNOWN).all()
+    assert (features.top_log_probs == -torch.inf).all()
     assert stats.num_positions == stats.num_branch_tokens == stats.agreement == 0
     torch.testing.assert_close(features.hidden_states, target.hidden_states(input_ids)[0])
 
@@ -186,12 +188,14 @@ def test_no_wanted_position_gives_no_label_and_no_branch(make_target: MakeTarget
 def test_small_segments_chunked_heads_and_plain_operations_change_nothing(make_target, monkeypatch):
     target = make_target("llama_gqa")
     input_ids, attention_mask, wanted = self_written_texts(target)
-    labels, _, _ = label_continuations(target, input_ids, attention_mask, wanted, horizon=4)
+    labels, features, _ = label_continuations(target, input_ids, attention_mask, wanted, horizon=4, top_k=3)
     monkeypatch.setattr(branch_attention, "SEGMENT_QUERIES", 3)
     monkeypatch.setattr(branch_attention, "has_kernel", lambda query, value: False)
     monkeypatch.setattr(next_tokens, "LOGIT_ELEMENTS", 7 * VOCAB)
-    again, _, _ = label_continuations(target, input_ids, attention_mask, wanted, horizon=4)
+    again, features_again, _ = label_continuations(target, input_ids, attention_mask, wanted, horizon=4, top_k=3)
     assert torch.equal(labels, again)
+    assert torch.equal(features.top_tokens, features_again.top_tokens)
+    torch.testing.assert_close(features.top_log_probs, features_again.top_log_probs)
 
 
 def test_the_models_attention_is_restored_after_an_error(make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,11 +61,13 @@ def test_sampled_labels_equal_naive_sampling_with_less_work(target: HFTarget) ->
     input_ids, attention_mask = self_sampled_texts(target, sampled)
     wanted = attention_mask & (torch.arange(input_ids.shape[1]) % 5 > 0)
     texts = (target, input_ids, attention_mask, wanted)
-    labels, _, stats = label_continuations(*texts, horizon=HORIZON, sampled=sampled)
+    labels, features, stats = label_continuations(*texts, horizon=HORIZON, sampled=sampled, top_k=3)
     assert stats.num_branch_tokens < (HORIZON - 1) * wanted.sum()
     assert stats.agreement > 0.3
-    greedy, _, _ = label_continuations(*texts, horizon=HORIZON)
+    greedy, greedy_features, _ = label_continuations(*texts, horizon=HORIZON, top_k=3)
     assert not torch.equal(greedy, labels)
+    assert torch.equal(features.top_tokens[wanted], greedy_features.top_tokens[wanted]), "whatever is sampled"
+    assert (features.top_tokens[wanted] >= 0).all()
     visited = 0
     for row, i in wanted.nonzero().tolist():
         expected = naive(target, input_ids[row, : i + 1], sampled.uniforms[row], sampled.temperature, HORIZON)

@@ -76,6 +76,12 @@ def run(config: DistillConfig, data: DataConfig, target: HFTarget, output_dir: P
     return regenerate(config, data, target, output_dir, Accelerator(cpu=True))
 
 
+@contextmanager
+def no_engine(*args: Any) -> Iterator[Any]:
+    pytest.fail("answered again")
+    yield
+
+
 def test_greedy_answers_are_transformers_after_the_tokens_before_them(target, data, tmp_path):
     config = DistillConfig(engine="decoder", shard_examples=3, max_new_tokens=12, decode_batch_size=3)
     examples = run(config, data, target, tmp_path / "answers")
@@ -167,6 +173,15 @@ def test_an_example_leaves_room_for_its_labels_in_the_context_window(target: HFT
     data.max_length = 99
     assert answer_limits(DistillConfig(horizon=5), data, target).max_tokens == 99
     assert [limits.room(count) for count in (1, 900, limits.max_tokens)] == [1021 - 1, 121, 0]
+
+
+def test_a_complete_folder_is_not_changed(target, data, tmp_path, monkeypatch):
+    folder = tmp_path / "answers"
+    first = examples_sha256(run(CONFIG, data, target, folder))
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    monkeypatch.setattr(module, "open_engine", no_engine)
+    assert examples_sha256(run(CONFIG, data, target, folder)) == first
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
 def test_the_batch_engine_gives_the_decoders_examples_and_equal_bytes(target, data, tmp_path):

@@ -206,6 +206,35 @@ def test_a_grow_costs_one_draft_pass_and_a_follow_none(target, twin, monkeypatch
 # --- draft models
 
 
+@pytest.mark.parametrize("kind", ["draft_model", pytest.param("model + free", marks=pytest.mark.slow)])
+def test_keys_and_values_of_the_tree_are_those_of_a_fresh_read(target, twin, monkeypatch, kind):
+    """The logits of every node that is read are those of its whole text."""
+    likeliest, logits = growing_draft.likeliest_children, []
+    monkeypatch.setattr(growing_draft, "likeliest_children", lambda values: (logits.append(values[0]), likeliest(values))[1])
+    read, num_read, num_kept = growing_draft.GrowingModel.read, 0, 0
+    pending: list[list[list[int]]] = []
+
+    def watched(self, state, reads, *_):
+        pending.append([path_to(state.rows[0].tree, node) for node in reads[0]])
+        return read(self, state, reads)
+
+    monkeypatch.setattr(growing_draft.GrowingModel, "read", watched)
+    drafter = streaming_drafter(build(kind, target, twin))
+    for moment in stream(target, drafter, num_nodes=1):
+        for paths, values in zip(pending, logits, strict=True):
+            for path, actual in zip(paths, values, strict=True):
+                expected = twin.model(torch.tensor([[*moment.text, *path]])).logits[0, -1]
+                torch.testing.assert_close(actual, expected, atol=1e-10, rtol=0)
+                num_read += 1
+        # Nodes that the last step has left have children already.
+        num_kept += sum(entry != UNREAD for entry in models_tree(moment.state).cache_entries)
+        num_kept -= sum(bool(path) for paths in pending for path in paths)
+        pending.clear()
+        logits.clear()
+    assert num_read > 50
+    assert num_kept > 10, "nodes outlive a step"
+
+
 def models_tree(state: Any) -> GrowingTree:
     """Return the tree of the draft model, which is the first source."""
     return state.draft.state.states[0].rows[0].tree

@@ -99,6 +99,8 @@ class _Handler(BaseHTTPRequestHandler):
         content = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.reply(200, content, headers)
 
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = answer  # noqa: N815 - the names that http.server calls
+
     def reply(self, status: int, content: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
         for name, value in {"Content-Type": "application/json", **headers, "Content-Length": str(len(content))}.items():
@@ -208,8 +210,6 @@ class _Handler(BaseHTTPRequestHandler):
         return files[path], {"X-Repo-Commit": sha, "ETag": f'"{git_digest(files[path])}"', "Accept-Ranges": "none"}
 
 
-for method in ("GET", "HEAD", "POST", "PUT", "DELETE"):
-    setattr(_Handler, f"do_{method}", _Handler.answer)
 ROUTES: list[tuple[str, Any]] = [
     ("/api/repos/create", _Handler.create),
     ("/api/validate-yaml", _Handler.validate),

@@ -1,6 +1,7 @@
 """Buckets of lengths, predictors, and the reservations that follow from them."""
 
 import random
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -50,6 +51,17 @@ def test_quantiles_are_correct_with_empty_buckets():
     buckets = Buckets.of([7] * 40)
     assert buckets.quantile(torch.full((1, NUM_BUCKETS), 1 / NUM_BUCKETS), 0.5) in ([1], [7])
     assert buckets.index([7, 8]).tolist() == [0, 9]
+
+
+def test_the_light_predictor_learns_lengths_from_prompts():
+    predictor = LightPredictor()
+    buckets = Buckets.of(lengths_of(96))
+    predictor.learn(make_requests(96), buckets.index(lengths_of(96)))
+    probs = predictor.predict(make_requests(40))
+    assert probs.shape == (40, NUM_BUCKETS)
+    assert torch.allclose(probs.sum(1), torch.ones(40), atol=1e-5)
+    medians = buckets.quantile(probs, 0.5)
+    assert statistics.mean(medians[0::2]) > 2 * statistics.mean(medians[1::2])
 
 
 def test_predictions_depend_only_on_the_last_training_data():
