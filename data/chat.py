@@ -237,15 +237,15 @@ class ChatTemplate:
             message["content"] = answer
             if self._reads_reasoning:
                 message |= dict.fromkeys(REASONING_FIELDS, reasoning)
-            elif self.keeps_reasoning:
+            elif self._writes_inline_reasoning:
                 message["content"] = turn.content if turn.reasoning is None else inline(reasoning, answer)
         if turn.tool_calls:
             message |= _calls_in(self._form_of_calls, turn.tool_calls, message["content"])
         return message
 
     @cached_property
-    def keeps_reasoning(self) -> bool:
-        """Whether the template writes the reasoning in the text of the last answer."""
+    def _writes_inline_reasoning(self) -> bool:
+        """Whether the template writes reasoning that is in the text of the last answer."""
         return "REASONING" in self._try([{"role": "assistant", "content": inline("REASONING", "ANSWER")}])
 
     def closes_reasoning(self, prompt: str) -> bool:
